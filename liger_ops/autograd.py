@@ -275,24 +275,21 @@ def register(op: Op) -> None:
     if not has(*AUTOGRAD):
         return
 
-    # Bits of a call's dispatch keys -> the device's kernel, where nothing else is left to run. The
-    # dispatcher would take 3 us to find it.
-    entries: dict[int, Callable[..., Any]] = {}
+    entries = op.entries
 
     def call(keyset: Any, args: tuple[Any, ...]) -> Any:
         bits = keyset.raw_repr()
         entry = entries.get(bits)
-        if entry is not None:
-            return entry(*args)
-        keyset = keyset & after_autograd_keyset
-        entry = op.entries.get(keyset.raw_repr())
-        if entry is not None:
+        if entry is None:
+            keyset = keyset & after_autograd_keyset
+            entry = entries.get(keyset.raw_repr())
+            if entry is None:
+                with AutoDispatchBelowAutograd():
+                    if keyset.has(_PYTHON):
+                        before_subclasses()
+                    return overload.redispatch(keyset, *args)
             entries[bits] = entry
-            return entry(*args)
-        with AutoDispatchBelowAutograd():
-            if keyset.has(_PYTHON):
-                before_subclasses()
-            return overload.redispatch(keyset, *args)
+        return entry(*args)
 
     class Differentiated(torch.autograd.Function):
         @staticmethod

@@ -14,6 +14,12 @@ _GATHER = (FSDP, "deepspeed.")
 _RECORD = "transformers.utils.output_capturing"
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module, or its backward, runs hooks of the module."""
+    own_backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or own_backward)
+
+
 def only_gather(module: nn.Module) -> bool:
     """Whether the hooks of a module gather its own parameters, of which it has none."""
     if module._backward_hooks or module._backward_pre_hooks or module._parameters:

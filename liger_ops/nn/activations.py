@@ -13,9 +13,14 @@ from ..ops.activations.swiglu import swiglu
 from .derived import Options, documented, no_rows
 
 
+class _GateOptions(Options):
+    def _check(self) -> None:
+        self(no_rows(2))
+
+
 @documented(swiglu)
 @dataclass(eq=False, repr=False)
-class SwiGLU(Options):
+class SwiGLU(_GateOptions):
     """The SwiGLU activation of a gated MLP, without its projections.
 
     Example:
@@ -26,16 +31,13 @@ class SwiGLU(Options):
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
 
-    def _check(self) -> None:
-        self(no_rows(2))
-
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return swiglu(gate, up, *self.options)
 
 
 @documented(clamped_swiglu)
 @dataclass(eq=False, repr=False)
-class ClampedSwiGLU(Options):
+class ClampedSwiGLU(_GateOptions):
     """SwiGLU with clamped inputs, as in GPT-OSS.
 
     Example:
@@ -49,16 +51,13 @@ class ClampedSwiGLU(Options):
     up_offset: float = 1.0
     interleaved: bool = False
 
-    def _check(self) -> None:
-        self(no_rows(2))
-
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return clamped_swiglu(gate, up, *self.options)
 
 
 @documented(geglu)
 @dataclass(eq=False, repr=False)
-class GEGLU(Options):
+class GEGLU(_GateOptions):
     """The GEGLU activation of a gated MLP, without its projections.
 
     Example:
@@ -67,9 +66,6 @@ class GEGLU(Options):
     """
 
     approximate: str = "tanh"
-
-    def _check(self) -> None:
-        self(no_rows(2))
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return geglu(gate, up, *self.options)

@@ -17,9 +17,13 @@ from .derived import Options, documented, no_rows, no_target
 
 
 class LossOptions(Options):
-    """The options of a loss, of which repr shows those that differ from their defaults."""
+    """The options of a loss, of which repr shows those that differ from their defaults. By default
+    it is a loss of two tensors."""
 
     shows_defaults: ClassVar[bool] = False
+
+    def _check(self) -> None:
+        self(no_rows(), no_rows())
 
 
 @documented(kl_div)
@@ -39,9 +43,6 @@ class KLDiv(LossOptions):
     log_target: bool = False
     eps: float = 1e-10
 
-    def _check(self) -> None:
-        self(no_rows(), no_rows())
-
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return kl_div(input, target, *self.options)
 
@@ -60,9 +61,6 @@ class JSD(LossOptions):
     beta: float = 0.5
     ignore_index: int = -100
 
-    def _check(self) -> None:
-        self(no_rows(), no_rows())
-
     def forward(self, input: Tensor, target: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return jsd(input, target, shift_labels, *self.options)
 
@@ -80,9 +78,6 @@ class TVD(LossOptions):
 
     reduction: str = "batchmean"
     ignore_index: int = -100
-
-    def _check(self) -> None:
-        self(no_rows(), no_rows())
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return tvd(p, q, shift_labels, *self.options)
@@ -104,9 +99,6 @@ class Divergence(LossOptions):
     temperature: float = 1.0
     teacher_temperature: float | None = None
     ignore_index: int = -100
-
-    def _check(self) -> None:
-        self(no_rows(), no_rows())
 
     def forward(
         self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None

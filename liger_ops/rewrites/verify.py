@@ -27,6 +27,7 @@ from .attention.runtime.padding import assume_what_is_seen
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
 from .engine.float64_graph import InWider, Wide, default_dtype
+from .engine.graph_state import reached
 from .state import random_state, state_kept
 
 Run = Callable[..., Any]
@@ -322,18 +323,11 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        variable = getattr(function, "variable", None)
-        if isinstance(variable, Tensor):
-            found[id(variable)] = variable
-        waiting += [one for one, _ in function.next_functions]
-    return list(found.values())
+    functions = reached(
+        [loss.grad_fn], lambda one: (f for f, _ in getattr(one, "next_functions", ()))
+    )
+    variables = (getattr(function, "variable", None) for function in functions)
+    return list({id(x): x for x in variables if isinstance(x, Tensor)}.values())
 
 
 def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:

@@ -9,6 +9,11 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """x itself, or a contiguous copy if its last dimension has another stride than 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def flat(tensor: Tensor | None) -> Tensor | None:
     """Flatten to one contiguous dimension: a view if the tensor is contiguous."""
     return None if tensor is None else tensor.reshape(-1).contiguous()

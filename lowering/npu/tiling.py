@@ -317,3 +317,14 @@ def launch(kernel: Any, plan: Plan, tiles: int, x: Tensor, *args: Any, **constan
             kernel[grid](x, *args, **constants, **tile)
     else:
         kernel[grid](x, *args, **constants, **tile)
+
+
+def launch_rows(
+    kernels: tuple[Any, Any], plan: Plan, x: Tensor, *args: Any, **constants: Any
+) -> None:
+    """Launch the kernel of rows that fit a tile, or of those that do not, of x, (M, N)."""
+    M, N = x.shape
+    whole = plan.whole(N)
+    kept = {} if whole else {"ROW": plan.ROW, "KEPT": plan.KEPT}
+    kernel = kernels[0] if whole else kernels[1]
+    launch(kernel, plan, cdiv(M, plan.BLOCK_M), x, *args, **constants, **kept)

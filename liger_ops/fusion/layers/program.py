@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from ...rewrites.engine.canonical import IDENTITY, calls, canonical
 from ...rewrites.engine.canonical.call import operation
+from ...rewrites.engine.graph_state import needed_by
 from ...rewrites.engine.pattern import CHEAP
-from ...rewrites.engine.recognise import bound, definition_of, needed_by, op_of
+from ...rewrites.engine.recognise import bound, definition_of, op_of
 from ..probing import NotAnOp
 from .module_trace import OF_CHILD, PARAMETER, Traced
 

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from ...rewrites import rewrite
 from ...rewrites.engine.canonical import IDENTITY, canonical, value
-from ...rewrites.engine.recognise import bound, needed_by, reason_for_none
+from ...rewrites.engine.graph_state import needed_by
+from ...rewrites.engine.recognise import bound, reason_for_none
 from ..probing import DEVICE, NotAnOp, dtype_name, first_line
 from ..trace import ANY_SIZES, Trace
 from .program import check_unused

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from ...torch_private import FakeTensor
 from .. import classes, tensor_parallel
+from ..gather_hooks import has_hooks
 from ..sharding import shape_of
 from ..tensor_parallel import OverWords
 from . import head_hooks
 from .lora import LAYER, LoraHead, adapters_of
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | LoraHead | str:
@@ -148,10 +147,7 @@ def obstacle_beside(module: Any, what: str, but_shard: bool = False) -> str | No
         return f"{what} has a forward of its own"
     if module._compiled_call_impl is not None:
         return f"{what} is compiled by itself"
-    for hooks in HOOKS:
-        if getattr(module, hooks) and not but_shard:
-            return f"{what} has hooks"
-    return None
+    return f"{what} has hooks" if has_hooks(module) and not but_shard else None
 
 
 def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:

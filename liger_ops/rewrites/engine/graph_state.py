@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -13,6 +13,8 @@ from torch import fx
 from .canonical import value
 from .effects import written
 from .memory import ANYWHERE, memory
+
+Key = TypeVar("Key", bound=Hashable)
 
 _TRANSFORM = "_increment_nesting"
 _DUAL = "_enter_dual_level"
@@ -126,6 +128,22 @@ class GraphState:
                         torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
             yield
+
+
+def reached(starts: Iterable[Key], further: Callable[[Key], Iterable[Key]]) -> Iterator[Key]:
+    """These values, those that are further from one of them, and so on, each once."""
+    waiting, seen = list(starts), set()
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            waiting += further(one)
+
+
+def needed_by(*nodes: fx.Node, end: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """The nodes, and those that they are computed from, back to nodes that are an `end`."""
+    return set(reached(nodes, lambda node: () if end(node) else node.all_input_nodes))
 
 
 def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:

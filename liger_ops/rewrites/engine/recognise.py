@@ -32,16 +32,6 @@ def definition_of(name: str) -> Callable[..., Any]:
     return COMPOSED[name] if name in COMPOSED else OPS[name].definition
 
 
-def needed_by(output: fx.Node) -> set[fx.Node]:
-    needed, waiting = set(), [output]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
-
-
 def reason_for_none(report: Report, rewrites: Collection[str]) -> str:
     """Why rewrites found none of their ops in a graph: the first near miss, if there is one."""
     reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, Known, calls, canonical, is_tensor, same, unchanged, value
-from .graph_state import GraphState, erase_unused
+from .graph_state import GraphState, erase_unused, needed_by
 from .layout import noticed
 from .memory import is_plain
 from .outside_autocast import mark, modes_of
@@ -270,23 +270,12 @@ def check_results(results: Mapping[fx.Node, Any], state: GraphState) -> None:
 
 def _sharing(root: fx.Node, matched: Collection[fx.Node], state: GraphState) -> fx.Node | None:
     """A node that shares memory with `root`, is kept, and is not computed from `root`."""
+    order = state.order
     for node in state.sharing(root):
         stays = any(user not in matched for user in node.users)
-        if stays and not _is_made_from(node, root, state):
+        if stays and root not in needed_by(node, end=lambda one: order[one] <= order[root]):
             return node
     return None
-
-
-def _is_made_from(node: fx.Node, root: fx.Node, state: GraphState) -> bool:
-    waiting, seen = [node], set()
-    while waiting:
-        one = waiting.pop()
-        if one is root:
-            return True
-        if one not in seen and state.order[one] > state.order[root]:
-            seen.add(one)
-            waiting += one.all_input_nodes
-    return False
 
 
 def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:

@@ -13,6 +13,7 @@ from torch import fx
 from ..engine.canonical import canonical, is_tensor, same, value
 from ..engine.graph_state import GraphState
 from ..engine.outside_autocast import mark, modes_of
+from ..engine.recognise import bound
 from ..engine.report import Report
 from ..engine.rewrite import Refused, attempt, foreign, insert, items, replace, run
 
@@ -24,7 +25,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     for norm in report.visiting(OP, list(graph.nodes)):
         if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
             continue
-        total, *options = _arguments(norm)
+        ((_, given),) = bound([norm])
+        total, *options = given.values()
         call = canonical(total)
         if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
             continue
@@ -35,13 +37,6 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
                 _fuse(norm, total, options, call.args, state, report)
         except Refused as refused:
             report.refused(OP, norm, str(refused))
-
-
-def _arguments(norm: fx.Node) -> list[Any]:
-    """The arguments of a call of an op, in the order of its schema."""
-    parameters = norm.target._schema.arguments  # type: ignore[union-attr]
-    given = {**dict(zip([one.name for one in parameters], norm.args, strict=False)), **norm.kwargs}
-    return [given.get(one.name, one.default_value) for one in parameters]
 
 
 def _fuse(

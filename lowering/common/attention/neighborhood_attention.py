@@ -1,18 +1,21 @@
-"""The arguments of neighborhood attention's kernels, for every device.
+"""The arguments of neighborhood attention's kernels, and their launches, for every device.
 
 A kernel has two dimensions of positions, Y and X; one dimension is a Y of 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .... import library
 from ....ops.attention.windows import Window, windows
 from ..sizes import cdiv
+from ..tensors import unit_stride
 
 ONE = Window(0, 0, 1, False)
 
@@ -69,18 +72,35 @@ class Problem:
 
 def plane(x: Tensor) -> Tensor:
     """(B, heads, Y, X, D) with unit stride in the last dimension: a view if possible."""
-    x = x if x.dim() == 5 else x.unsqueeze(2)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return unit_stride(x if x.dim() == 5 else x.unsqueeze(2))
 
 
 def strides(x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if x is None else x.stride()[:4]
 
 
-def optional_plane(x: Tensor | None) -> Tensor | None:
-    return None if x is None else plane(x)
+def register(device: str, launch: Callable[..., None]) -> None:
+    """Register launch(kind, problem, tensors, strided, plan) of a device. The kernel of the kind
+    "forward", "query" or "key", the last two for gradients, takes `tensors` and the strides of
+    `strided`."""
+    module = launch.__module__
 
+    @library.kernel("neighborhood_attention_forward", device, module=module)
+    def forward(call, y, lse, plan):
+        strided = tuple(map(plane, (call.query, call.key, call.value, y)))
+        launch("forward", Problem.of(call), (*strided, lse), strided, plan)
 
-def new_delta(lse: Tensor) -> Tensor:
-    """What a softmax's gradient subtracts in each row, of lse's shape."""
-    return torch.empty_like(lse, dtype=torch.float32, memory_format=torch.contiguous_format)
+    @library.kernel("neighborhood_attention_backward", device, module=module)
+    def backward(call, dquery, dkey, dvalue, plan):
+        problem = Problem.of(call)
+        dy, query, key, value, y = map(plane, (call.dy, call.query, call.key, call.value, call.y))
+        dlse, lse = call.dlse.contiguous(), call.lse.contiguous()
+        dq, dk, dv = (None if x is None else plane(x) for x in (dquery, dkey, dvalue))
+        # What a softmax's gradient subtracts in each row.
+        delta = torch.empty_like(lse, dtype=torch.float32, memory_format=torch.contiguous_format)
+        if dq is not None or dk is not None:
+            tensors = (dy, dlse, query, key, value, y, lse, dq, delta)
+            launch("query", problem, tensors, (dy, query, key, value, y, dq), plan)
+        if dk is not None or dv is not None:
+            tensors = (dy, query, key, value, lse, delta, dk, dv)
+            launch("key", problem, tensors, (dy, query, key, value, dk, dv), plan)

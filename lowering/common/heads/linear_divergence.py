@@ -22,41 +22,47 @@ from ....ops.heads.two_heads import (
 )
 from ..sizes import cdiv
 from .chunked_head import ChunkedHead, Device, chunked_tokens, chunked_words
-from .two_heads import Rows, Upstream
+from .two_heads import Rows
 
 Outputs = tuple[Tensor | None, ...]
+# The tokens or words of a chunk, its part of the student's head, and both logits, whose memory the
+# next chunk reuses.
+Chunk = tuple[slice, Head, Tensor, Tensor]
 
 
-class Heads:
-    """Both heads of a call, in chunks of tokens."""
+def heads_of_tokens(
+    call: Any, dweight: Tensor | None, alignment: int
+) -> tuple[ChunkedHead, Iterator[Chunk]]:
+    """The student's head, in chunks of tokens, and the chunks."""
+    given, row_bytes = call.teacher_logits, 0
+    if given is None:
+        head = Head.of_call(call, "teacher_")
+        row_bytes = cdiv(head.weight.shape[0], alignment) * alignment * head.x.itemsize
+    bounds = (call.accum_dtype, call.chunk_bytes, row_bytes)
+    student = chunked_tokens(Head.of_call(call, "student_"), dweight, alignment, *bounds)
+    if given is not None:
+        rows = rows_of(given)
+        return student, ((*chunk, rows[chunk[0]]) for chunk in student.logits())
+    teacher = student._replace(head=head)
+    pairs = zip(student.logits(), teacher.logits(), strict=True)
+    return student, ((*chunk, logits) for chunk, (_, _, logits) in pairs)
 
-    def __init__(self, call: Any, dweight: Tensor | None, alignment: int) -> None:
-        self.given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
-        student, row_bytes = Head.of_call(call, "student_"), 0
-        if self.given is None:
-            teacher = Head.of_call(call, "teacher_")
-            row_bytes = cdiv(teacher.weight.shape[0], alignment) * alignment * teacher.x.itemsize
-        bounds = (call.accum_dtype, call.chunk_bytes, row_bytes)
-        self.student = chunked_tokens(student, dweight, alignment, *bounds)
-        if self.given is None:
-            self.teacher = self.student._replace(head=teacher)
 
-    def logits(self) -> Iterator[tuple[slice, Head, Tensor, Tensor]]:
-        """Yield each chunk of tokens, its part of the student's head, and both logits, whose memory
-        the next chunk reuses."""
-        if self.given is not None:
-            for chunk, head, student in self.student.logits():
-                yield chunk, head, student, self.given[chunk]
-        else:
-            pairs = zip(self.student.logits(), self.teacher.logits(), strict=True)
-            for (chunk, head, student), (_, _, teacher) in pairs:
-                yield chunk, head, student, teacher
+def heads_of_words(call: Any, alignment: int) -> tuple[ChunkedHead, Iterator[Chunk]]:
+    """The student's head, in chunks of words, and the chunks."""
+    given = call.teacher_logits
+    # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
+    teacher_bytes = (call.teacher_x if given is None else given).itemsize
+    bounds = (call.accum_dtype, call.chunk_bytes, teacher_bytes)
+    student = chunked_words(Head.of_call(call, "student_"), alignment, *bounds)
+    pairs = zip(student.logits(), _teacher_of_words(call, student), strict=True)
+    return student, ((*chunk, logits) for chunk, logits in pairs)
 
 
 def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     _, _, _, statistics, *computed, entropy = library.allocate("linear_divergence_forward", call)
-    rows, heads = Rows(call, device), Heads(call, computed[WEIGHT], device.alignment)
-    gradients = heads.student.gradients(computed)
+    head, chunks = heads_of_tokens(call, computed[WEIGHT], device.alignment)
+    rows, gradients = Rows(call, device), head.gradients(computed)
     del computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = weights_and_items(call, statistics.dtype)
@@ -65,7 +71,7 @@ def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
         by_token[-2:].zero_()
     else:
         losses = torch.empty_like(weights)
-    for chunk, chunk_head, student, teacher in heads.logits():
+    for chunk, chunk_head, student, teacher in chunks:
         rows.values(chunk, student, teacher, by_token, losses)
         if entropy is not None:
             rows.entropies(chunk, student, entropy.view(-1)[chunk])
@@ -97,46 +103,22 @@ def backward(device: Device, call: Any) -> Outputs:
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     del results
     # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
-    # lora_b's, whose sum is smaller than that of x's.
-    chunked = _by_words if missing[WEIGHT] or missing[BIAS] else _by_tokens
-    return both(finished, chunked(device, call, upstream, unfinished))
-
-
-def _by_tokens(
-    device: Device, call: Any, upstream: Upstream, outputs: list[Tensor | None]
-) -> Outputs:
-    """The gradients of x, lora_x and lora_b, a chunk of tokens at a time."""
-    rows, heads = Rows(call, device), Heads(call, None, device.alignment)
-    gradients = heads.student.gradients(outputs)
-    outputs.clear()
+    # lora_b's, whose sum is smaller than that of x's. In a chunk of words every gradient is: the
+    # statistics have each token's sums over all words of both.
+    by_words = missing[WEIGHT] or missing[BIAS]
+    if by_words:
+        head, chunks = heads_of_words(call, device.alignment)
+    else:
+        head, chunks = heads_of_tokens(call, None, device.alignment)
+    rows, gradients = Rows(call, device), head.gradients(unfinished)
+    del unfinished
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
-    for chunk, chunk_head, student, teacher in heads.logits():
-        rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
+    for chunk, chunk_head, student, teacher in chunks:
+        where = {"first": chunk.start} if by_words else {"tokens": chunk}
+        rows.gradient(upstream, student, teacher, by_token, **where)
         gradients.add(chunk_head, student)
     del student, teacher
-    return shaped(gradients.results(), call)
-
-
-def _by_words(
-    device: Device, call: Any, upstream: Upstream, outputs: list[Tensor | None]
-) -> Outputs:
-    """Every gradient, a chunk of words at a time: the statistics have each token's sums over all
-    words of both."""
-    rows, given = Rows(call, device), call.teacher_logits
-    # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
-    teacher_bytes = (call.teacher_x if given is None else given).itemsize
-    bounds = (call.accum_dtype, call.chunk_bytes, teacher_bytes)
-    head = chunked_words(Head.of_call(call, "student_"), device.alignment, *bounds)
-    gradients = head.gradients(outputs)
-    outputs.clear()
-    by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
-    for (words, chunk_head, student), teacher in zip(
-        head.logits(), _teacher_of_words(call, head), strict=True
-    ):
-        rows.gradient(upstream, student, teacher, by_token, first=words.start)
-        gradients.add(chunk_head, student)
-    del student, teacher
-    return shaped(gradients.results(), call)
+    return both(finished, shaped(gradients.results(), call))
 
 
 def _teacher_of_words(call: Any, student: ChunkedHead) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from .... import library
 from ....ops.heads.head import Head
 from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
-from ..losses.cross_entropy import Tokens
+from ..losses.cross_entropy import Tokens, loss_of_tokens
 from ..tensors import flat
 from .chunked_head import Device, chunked_tokens
 from .recomputed import Outputs, recomputed
@@ -98,13 +98,8 @@ def _target(ids: Tensor) -> Tensor:
 
 
 def _loss(call: Any) -> Any:
-    """The options as a call of cross_entropy, which has no tensors: the temperature is part of
-    softcap and logit_scale."""
-    softcap, logit_scale = tempered(call.temperature, call.softcap, call.logit_scale)
-    return library.OPS["cross_entropy_forward"].arguments(
-        None, None,
-        ignore_index=IGNORED, reduction="none", softcap=softcap, logit_scale=logit_scale,
-    )  # fmt: skip
+    """The options as those of cross_entropy: the temperature is part of softcap and logit_scale."""
+    return loss_of_tokens(IGNORED, *tempered(call.temperature, call.softcap, call.logit_scale))
 
 
 def _place(logits: Tensor, columns: Tensor, values: Tensor) -> None:

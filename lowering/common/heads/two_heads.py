@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import library
 from ....ops.losses.log_prob import tempered
-from ..losses.cross_entropy import Tokens
+from ..losses.cross_entropy import Tokens, loss_of_tokens
 from ..losses.divergence import Hard, Options, options_of
 from ..tensors import flat
 from .chunked_head import Device
@@ -30,9 +29,9 @@ class Rows:
             call, call.student_softcap, call.teacher_softcap,
             call.student_logit_scale, call.teacher_logit_scale,
         )  # fmt: skip
-        self.loss = _cross_entropy(call.ignore_index, *caps)
+        self.loss = loss_of_tokens(call.ignore_index, *caps)
         ignore_index = -1 if self.target is None else call.ignore_index
-        self.tempered = _cross_entropy(ignore_index, *tempered(call.temperature, *caps))
+        self.tempered = loss_of_tokens(ignore_index, *tempered(call.temperature, *caps))
 
     def values(
         self, chunk: slice, student: Tensor, teacher: Tensor, statistics: Tensor,
@@ -86,11 +85,3 @@ class Rows:
         self.divergence.gradients(
             options, soft, student, teacher, target, saved, student, None, sharp
         )
-
-
-def _cross_entropy(ignore_index: int, softcap: float | None, logit_scale: float) -> Any:
-    """The options of cross_entropy's row functions, of each token by itself."""
-    return library.OPS["cross_entropy_forward"].arguments(
-        None, None,
-        ignore_index=ignore_index, reduction="none", softcap=softcap, logit_scale=logit_scale,
-    )  # fmt: skip

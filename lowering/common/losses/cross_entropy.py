@@ -10,7 +10,7 @@ A row function takes the op's call, for its options, and the tensors of the toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,14 @@ def given_tokens(call, weight):
     """The tensors of the tokens that a backward op is given."""
     of_loss = map(flat, (weight, call.target, call.token_weight))
     return Tokens(*of_loss, lse=flat(call.lse), lse_error=flat(call.lse_error))
+
+
+def loss_of_tokens(ignore_index: int, softcap: float | None, logit_scale: float) -> Any:
+    """The options of the row functions as a call, which has no tensors, of each token by itself."""
+    return library.OPS["cross_entropy_forward"].arguments(
+        None, None,
+        ignore_index=ignore_index, reduction="none", softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip
 
 
 def per_token(*grads):

@@ -10,7 +10,7 @@ from torch import Tensor
 from .... import library
 from ....ops.losses.log_prob import RESULTS, tempered
 from ..tensors import flat
-from .cross_entropy import Tokens, per_token
+from .cross_entropy import Tokens, loss_of_tokens, per_token
 
 _NAMES = RESULTS.split()
 
@@ -18,12 +18,8 @@ _NAMES = RESULTS.split()
 def as_loss(call: Any, first: int = 0) -> Any:
     """The options of a call of log_prob as a call of cross_entropy, which has no tensors: the
     temperature is part of softcap and logit_scale. The targets are counted from class `first`."""
-    softcap, logit_scale = tempered(call.temperature, call.softcap, call.logit_scale)
-    return library.OPS["cross_entropy_forward"].arguments(
-        None, None,
-        ignore_index=call.ignore_index - first, reduction="none",
-        softcap=softcap, logit_scale=logit_scale,
-    )  # fmt: skip
+    options = tempered(call.temperature, call.softcap, call.logit_scale)
+    return loss_of_tokens(call.ignore_index - first, *options)
 
 
 def results(call: Any, *outputs: Tensor | None) -> Tokens:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...common.attention.causal_convolution import CausalConvolution
 from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import unit_stride
 from ..launch import launch, processors
 from ..partial_sums import partial_sums, summed
 
@@ -174,7 +175,7 @@ class KernelConvolution(CausalConvolution):
 
     def masked(self, dy: Tensor, weight: Tensor) -> Tensor:
         """dy: the kernels read nothing of it where the key is after the query."""
-        return dy if dy.stride(-1) == 1 else dy.contiguous()
+        return unit_stride(dy)
 
     def gradient_of_input(self, dy: Tensor, weight: Tensor, L: int) -> Tensor:
         """Written where the key is not after the query alone.

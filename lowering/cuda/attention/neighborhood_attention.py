@@ -7,21 +7,13 @@ A tile is a rectangle of positions of one residue class, BLOCK_Y high and BLOCK_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import library
-from ...common.attention.neighborhood_attention import (
-    Problem,
-    new_delta,
-    optional_plane,
-    plane,
-    strides,
-)
+from ...common.attention.neighborhood_attention import Problem, register, strides
 from ...common.attention.neighborhood_math import LN2, LOG2E, keys_of, keys_of_tile, queries_of_tile
 from ...common.sizes import next_power_of_2
 from ...common.triton_math import LOWEST
@@ -321,19 +313,32 @@ def plan_tiles(problem: Problem, itemsize: int, elements: int = 8192, num_warps:
     return Tiles(block // width, width, num_warps, num_stages=2 if row * itemsize <= 256 else 1)
 
 
-def _launch(
-    kernel: Any, problem: Problem, heads: int, tensors: tuple[Tensor | None, ...],
-    strided: tuple[Tensor | None, ...], tiles: Tiles,
+KERNELS = {
+    "forward": _neighborhood_forward_kernel,
+    "query": _neighborhood_query_gradient_kernel,
+    "key": _neighborhood_key_gradient_kernel,
+}
+
+
+def launch_tiles(
+    kind: str, problem: Problem, tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor | None, ...], tiles: Tiles | None,
 ) -> None:  # fmt: skip
+    first, second, *_ = strided
+    assert first is not None and second is not None
+    if tiles is None:
+        # With 4 warps heads of 64 spill registers on an H200, and with twice the elements heads of
+        # 128 on an MI300.
+        of_keys = {"elements": 4096, "num_warps": 8} if kind == "key" else {}
+        tiles = plan_tiles(problem, second.element_size(), **of_keys)
     tiles_y = problem.tiles(tiles.BLOCK_Y, problem.y, problem.Y)
     tiles_x = problem.tiles(tiles.BLOCK_X, problem.x, problem.X)
-    query = strided[0]
-    assert query is not None
+    heads = problem.key_heads if kind == "key" else problem.heads
     # The default of `torch.set_float32_matmul_precision` is "highest".
-    exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(query)
+    exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(first)
     launch(
-        kernel, (problem.batch * heads * problem.classes * tiles_y * tiles_x,), query, *tensors,
-        *problem.arguments, *(stride for x in strided for stride in strides(x)),
+        KERNELS[kind], (problem.batch * heads * problem.classes * tiles_y * tiles_x,), first,
+        *tensors, *problem.arguments, *(stride for x in strided for stride in strides(x)),
         tiles_y, tiles_x, problem.scale,
         **problem.constants, PLANE=max(problem.Y, tiles.BLOCK_Y) > 1,
         PRECISION="ieee" if exact else "tf32",
@@ -343,33 +348,4 @@ def _launch(
     )  # fmt: skip
 
 
-@library.kernel("neighborhood_attention_forward", "cuda")
-def neighborhood_attention_forward(call, y, lse, plan):
-    problem = Problem.of(call)
-    plan = plan or plan_tiles(problem, call.query.element_size())
-    strided = (plane(call.query), plane(call.key), plane(call.value), plane(y))
-    _launch(_neighborhood_forward_kernel, problem, problem.heads, (*strided, lse), strided, plan)
-
-
-@library.kernel("neighborhood_attention_backward", "cuda")
-def neighborhood_attention_backward(call, dquery, dkey, dvalue, plan):
-    problem = Problem.of(call)
-    dy, query, key, value, y = map(plane, (call.dy, call.query, call.key, call.value, call.y))
-    dlse, lse = call.dlse.contiguous(), call.lse.contiguous()
-    dq, dk, dv = map(optional_plane, (dquery, dkey, dvalue))
-    delta = new_delta(lse)
-    strided = (dy, query, key, value, y, dq)
-    tensors = (dy, dlse, query, key, value, y, lse, dq, delta)
-    if dq is not None or dk is not None:
-        tiles = plan or plan_tiles(problem, query.element_size())
-        _launch(
-            _neighborhood_query_gradient_kernel, problem, problem.heads, tensors, strided, tiles
-        )
-    if dk is not None or dv is not None:
-        strided = (dy, query, key, value, dk, dv)
-        tensors = (dy, query, key, value, lse, delta, dk, dv)
-        # With 4 warps heads of 64 spill registers on an H200, and with twice the elements heads of
-        # 128 on an MI300.
-        tiles = plan or plan_tiles(problem, query.element_size(), elements=4096, num_warps=8)
-        heads = problem.key_heads
-        _launch(_neighborhood_key_gradient_kernel, problem, heads, tensors, strided, tiles)
+register("cuda", launch_tiles)

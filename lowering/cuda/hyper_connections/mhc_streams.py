@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import library
+from ...common.hyper_connections.mhc_streams import register
 from ...common.hyper_connections.mhc_streams_math import (
     post_res,
     post_res_backward,
@@ -17,7 +15,6 @@ from ...common.hyper_connections.mhc_streams_math import (
     store_sums,
 )
 from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous, streams_of
 from ..launch import Tile, launch
 
 # No launch of these ops has been timed. Elements of a tile, whose streams each thread sums for
@@ -106,49 +103,25 @@ def _mhc_post_res_backward_kernel(
     store_sums(dh_post, dh_res, dh_post_ptr, dh_res_ptr, HC, H)
 
 
-def _tiles(x: Tensor, plan: Tile | None) -> dict[str, int]:
-    hc, C = x.shape[1:]
+KERNELS = {
+    "mhc_pre": _mhc_pre_kernel,
+    "mhc_pre_backward": _mhc_pre_backward_kernel,
+    "mhc_post_res": _mhc_post_res_kernel,
+    "mhc_post_res_backward": _mhc_post_res_backward_kernel,
+}
+
+
+def launch_op(op: str, x: Tensor, plan: Tile | None, *tensors: Tensor | None) -> None:
+    M, hc, C = x.shape
     H = next_power_of_2(hc)
     BLOCK_N = plan.BLOCK_N if plan else max(16, min(TILE // H, next_power_of_2(C)))
-    return {"HC": hc, "H": H, "BLOCK_N": BLOCK_N, "num_warps": max(1, min(4, H * BLOCK_N // 1024))}
+    # A program of a backward sums over the channels.
+    grid = (M,) if op.endswith("_backward") else (M, cdiv(C, BLOCK_N))
+    launch(
+        KERNELS[op], grid, x,
+        *tensors, C,
+        HC=hc, H=H, BLOCK_N=BLOCK_N, num_warps=max(1, min(4, H * BLOCK_N // 1024)),
+    )  # fmt: skip
 
 
-@library.kernel("mhc_pre", "cuda")
-def mhc_pre(call: Any, y: Tensor, plan: Tile | None) -> None:
-    x = streams_of(call.x)
-    M, _, C = x.shape
-    tile = _tiles(x, plan)
-    grid = (M, cdiv(C, tile["BLOCK_N"]))
-    launch(_mhc_pre_kernel, grid, x, x, call.h_pre.contiguous(), y, C, **tile)
-
-
-@library.kernel("mhc_pre_backward", "cuda")
-def mhc_pre_backward(
-    call: Any, dx: Tensor | None, dh_pre: Tensor | None, plan: Tile | None
-) -> None:
-    dy, x, h_pre = call.dy.contiguous(), streams_of(call.x), call.h_pre.contiguous()
-    M, _, C = x.shape
-    tensors = (dy, x, h_pre, dx, dh_pre)
-    launch(_mhc_pre_backward_kernel, (M,), x, *tensors, C, **_tiles(x, plan))
-
-
-@library.kernel("mhc_post_res", "cuda")
-def mhc_post_res(call: Any, y: Tensor, plan: Tile | None) -> None:
-    x = streams_of(call.x)
-    M, _, C = x.shape
-    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
-    tile = _tiles(x, plan)
-    grid = (M, cdiv(C, tile["BLOCK_N"]))
-    launch(_mhc_post_res_kernel, grid, x, x, *others, y, C, **tile)
-
-
-@library.kernel("mhc_post_res_backward", "cuda")
-def mhc_post_res_backward(
-    call: Any, dx: Tensor | None, df_out: Tensor | None,
-    dh_post: Tensor | None, dh_res: Tensor | None, plan: Tile | None,
-) -> None:  # fmt: skip
-    x = streams_of(call.x)
-    M, _, C = x.shape
-    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
-    tensors = (call.dy.contiguous(), x, *others, dx, df_out, dh_post, dh_res)
-    launch(_mhc_post_res_backward_kernel, (M,), x, *tensors, C, **_tiles(x, plan))
+register("cuda", launch_op)

@@ -11,12 +11,12 @@ from torch import Tensor
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
 from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous
+from ...common.tensors import contiguous, unit_stride
 from ..launch import WARP_SIZE, launch, pipeline_stages, processors
 from ..partial_sums import partial_sums, summed
 from .rms_norm_rope_kernels import rms_norm_rope_backward_kernel, rms_norm_rope_kernel
 from .rope import rotate
-from .rope_tiles import Tables, tables_of, unit_stride
+from .rope_tiles import Tables, tables_of
 
 # Bytes of the widest head that a program holds.
 WIDEST = 4096
@@ -160,15 +160,11 @@ def rms_norm_rope_backward(
     summed((parts[0], dq_weight), (parts[1], dk_weight))
 
 
-def _rotation_options(call: Any, backward: bool) -> tuple[Any, ...]:
-    return call.interleaved, call.per_pair, call.sections, call.deinterleave, backward, None
-
-
 def _in_two_kernels(call: Any, q_out: Tensor, k_out: Tensor) -> None:
     norm = library.OPS["rms_norm"].kernels["cuda"]
     options = (call.eps, call.offset, call.casting_mode)
     q, k = norm(call.q, call.q_weight, *options), norm(call.k, call.k_weight, *options)
-    rotate(q, k, call.cos, call.sin, q_out, k_out, *_rotation_options(call, False))
+    rotate(call, q, k, q_out, k_out, backward=False)
 
 
 def _backward_in_two_kernels(
@@ -177,7 +173,7 @@ def _backward_in_two_kernels(
 ) -> None:  # fmt: skip
     norm = library.OPS["rms_norm_backward"].kernels["cuda"]
     dq, dk = (dy.new_empty(dy.shape, dtype=torch.float32) for dy in (call.dq, call.dk))
-    rotate(call.dq, call.dk, call.cos, call.sin, dq, dk, *_rotation_options(call, True))
+    rotate(call, call.dq, call.dk, dq, dk, backward=True)
     for dxhat, x, weight, dx, dweight in (
         (dq, call.q, call.q_weight, grad_q, dq_weight),
         (dk, call.k, call.k_weight, grad_k, dk_weight),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -11,8 +12,9 @@ from torch import Tensor
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
 from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import unit_stride
 from ..launch import WARP_SIZE, launch
-from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of, unit_stride
+from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of
 
 
 @dataclass(frozen=True)
@@ -128,19 +130,19 @@ def _start(x: Tensor) -> int:
 
 
 def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, q_out: Tensor | None,
-    k_out: Tensor | None, interleaved: bool, per_pair: bool, sections: list[int] | None,
-    deinterleave: bool, backward: bool, plan: RopePlan | None,
+    call: Any, q: Tensor, k: Tensor, q_out: Tensor | None, k_out: Tensor | None, backward: bool,
+    plan: RopePlan | None = None,
 ) -> None:  # fmt: skip
-    """Launch the rotation, or for backward the rotation back, of what has an output."""
+    """Launch the rotation by a call's tables, or for backward the rotation back, of what has an
+    output."""
     B, _, S, D = q.shape
     given = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]
     if not given:
         return
-    half = rotated_columns(cos, sin, per_pair) // 2
+    half = rotated_columns(call.cos, call.sin, call.per_pair) // 2
     heads = sum(x.shape[1] for x, _ in given)
-    pairs = pairs_of(sin, interleaved, deinterleave, backward)
-    tables = tables_of(cos, sin, B, pairs, per_pair, sections)
+    pairs = pairs_of(call.sin, call.interleaved, call.deinterleave, backward)
+    tables = tables_of(call.cos, call.sin, B, pairs, call.per_pair, call.sections)
     if plan is None:
         plan = plan_tile(heads, half, q.element_size(), tables.numbers)
     groups, pair_tiles = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
@@ -168,11 +170,9 @@ def rotate(
 
 @library.kernel("rope", "cuda")
 def rope(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
-    rotate(call.q, call.k, call.cos, call.sin, q_out, k_out, *options, False, plan)
+    rotate(call, call.q, call.k, q_out, k_out, False, plan)
 
 
 @library.kernel("rope_backward", "cuda")
 def rope_backward(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
-    rotate(call.dq, call.dk, call.cos, call.sin, q_out, k_out, *options, True, plan)
+    rotate(call, call.dq, call.dk, q_out, k_out, True, plan)

@@ -191,7 +191,3 @@ def tables_of(
 def _of_batch(table: Tensor, B: int) -> Tensor:
     """A table, or several of equal shape, as (tables, B, S, columns)."""
     return table.expand(-1 if table.dim() == 4 else 3, B, *table.shape[-2:])
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

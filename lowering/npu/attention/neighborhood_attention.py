@@ -4,20 +4,11 @@ runs of queries that attend to them. The products are the cube core's."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import library
-from ...common.attention.neighborhood_attention import (
-    Problem,
-    new_delta,
-    optional_plane,
-    plane,
-    strides,
-)
+from ...common.attention.neighborhood_attention import Problem, register, strides
 from ...common.attention.neighborhood_math import keys_of, keys_of_tile, queries_of_tile
 from ...common.sizes import next_power_of_2
 from ..tile import remaining
@@ -273,7 +264,7 @@ def _neighborhood_key_gradient_kernel(
             tl.store(dv_ptr + dv_at + dv_offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-def plan_runs(problem: Problem, longest: int = LONGEST_RUN) -> Plan:
+def plan_runs(problem: Problem, longest: int) -> Plan:
     """The longest run, but at least 16 positions, whose rows and scores fit the buffer."""
     BLOCK_N = next_power_of_2(max(16, problem.D))
     # Rows that are apart take several times the buffer: with 64 the gradient of keys needs 203%.
@@ -283,10 +274,20 @@ def plan_runs(problem: Problem, longest: int = LONGEST_RUN) -> Plan:
     return Plan(run, BLOCK_N, vector_cores())
 
 
-def _launch(
-    kernel: Any, problem: Problem, heads: int, tensors: tuple[Tensor | None, ...],
-    strided: tuple[Tensor | None, ...], plan: Plan,
+KERNELS = {
+    "forward": _neighborhood_forward_kernel,
+    "query": _neighborhood_query_gradient_kernel,
+    "key": _neighborhood_key_gradient_kernel,
+}
+
+
+def launch_runs(
+    kind: str, problem: Problem, tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor | None, ...], plan: Plan | None,
 ) -> None:  # fmt: skip
+    longest = LONGEST_RUN_OF_QUERY_GRADIENT if kind == "query" else LONGEST_RUN
+    plan = plan or plan_runs(problem, longest)
+    heads = problem.key_heads if kind == "key" else problem.heads
     tiles_x = problem.tiles(plan.BLOCK_M, problem.x, problem.X)
     tiles = problem.batch * heads * problem.Y * problem.x.dilation * tiles_x
     first, *others = tensors
@@ -294,37 +295,11 @@ def _launch(
     # Offsets within a tile are int32 unless positions are too far apart.
     furthest = max(strides(x)[3] for x in strided) * problem.x.dilation * plan.BLOCK_M
     launch(
-        kernel, plan, tiles, first, *others,
+        KERNELS[kind], plan, tiles, first, *others,
         *problem.arguments, *(stride for x in strided for stride in strides(x)),
         tiles, tiles_x, problem.scale,
         **problem.constants, WIDE=furthest >= 2**31,
     )  # fmt: skip
 
 
-@library.kernel("neighborhood_attention_forward", "npu")
-def neighborhood_attention_forward(call, y, lse, plan):
-    problem = Problem.of(call)
-    strided = (plane(call.query), plane(call.key), plane(call.value), plane(y))
-    plan = plan or plan_runs(problem)
-    _launch(_neighborhood_forward_kernel, problem, problem.heads, (*strided, lse), strided, plan)
-
-
-@library.kernel("neighborhood_attention_backward", "npu")
-def neighborhood_attention_backward(call, dquery, dkey, dvalue, plan):
-    problem = Problem.of(call)
-    dy, query, key, value, y = map(plane, (call.dy, call.query, call.key, call.value, call.y))
-    dlse, lse = call.dlse.contiguous(), call.lse.contiguous()
-    dq, dk, dv = map(optional_plane, (dquery, dkey, dvalue))
-    delta = new_delta(lse)
-    if dq is not None or dk is not None:
-        strided = (dy, query, key, value, y, dq)
-        tensors = (dy, dlse, query, key, value, y, lse, dq, delta)
-        runs = plan or plan_runs(problem, LONGEST_RUN_OF_QUERY_GRADIENT)
-        _launch(_neighborhood_query_gradient_kernel, problem, problem.heads, tensors, strided, runs)
-    if dk is not None or dv is not None:
-        strided = (dy, query, key, value, dk, dv)
-        tensors = (dy, query, key, value, lse, delta, dk, dv)
-        runs = plan or plan_runs(problem)
-        _launch(
-            _neighborhood_key_gradient_kernel, problem, problem.key_heads, tensors, strided, runs
-        )
+register("npu", launch_runs)

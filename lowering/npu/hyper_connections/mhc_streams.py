@@ -4,13 +4,12 @@ tiles, which have all streams."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import library
+from ...common.hyper_connections.mhc_streams import register
 from ...common.hyper_connections.mhc_streams_math import (
     post_res,
     post_res_backward,
@@ -19,7 +18,6 @@ from ...common.hyper_connections.mhc_streams_math import (
     store_sums,
 )
 from ...common.sizes import next_power_of_2
-from ...common.tensors import contiguous, streams_of
 from .. import tiling
 from ..tile import remaining
 from ..tiling import COSTS, Cost, Plan, launch
@@ -122,46 +120,22 @@ def _mhc_post_res_backward_kernel(
         store_sums(dh_post, dh_res, dh_post_at, dh_res_at, HC, BLOCK_M)
 
 
-def _launch(
-    op: str, kernel: Any, x: Tensor, plan: Plan | None, *tensors: Tensor | None
-) -> None:  # fmt: skip
+KERNELS = {
+    "mhc_pre": _mhc_pre_kernel,
+    "mhc_pre_backward": _mhc_pre_backward_kernel,
+    "mhc_post_res": _mhc_post_res_kernel,
+    "mhc_post_res_backward": _mhc_post_res_backward_kernel,
+}
+
+
+def launch_op(op: str, x: Tensor, plan: Plan | None, *tensors: Tensor | None) -> None:
     M, hc, C = x.shape
     H = next_power_of_2(hc)
     if plan is None:
         elements = tiling.tile_elements(COSTS[op].wide[4], tiling.ub_bytes())
         width = tiling.chunk(C, max(tiling.MIN_BLOCK_N, elements // H))
         plan = Plan(H, width, tiling.vector_cores())
-    launch(kernel, replace(plan, BLOCK_M=H), M, *tensors, M, C, HC=hc)
+    launch(KERNELS[op], replace(plan, BLOCK_M=H), M, *tensors, M, C, HC=hc)
 
 
-@library.kernel("mhc_pre", "npu")
-def mhc_pre(call: Any, y: Tensor, plan: Plan | None) -> None:
-    x = streams_of(call.x)
-    _launch("mhc_pre", _mhc_pre_kernel, x, plan, x, call.h_pre.contiguous(), y)
-
-
-@library.kernel("mhc_pre_backward", "npu")
-def mhc_pre_backward(
-    call: Any, dx: Tensor | None, dh_pre: Tensor | None, plan: Plan | None
-) -> None:
-    dy, x, h_pre = call.dy.contiguous(), streams_of(call.x), call.h_pre.contiguous()
-    op, kernel = "mhc_pre_backward", _mhc_pre_backward_kernel
-    _launch(op, kernel, x, plan, dy, x, h_pre, dx, dh_pre)
-
-
-@library.kernel("mhc_post_res", "npu")
-def mhc_post_res(call: Any, y: Tensor, plan: Plan | None) -> None:
-    x = streams_of(call.x)
-    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
-    _launch("mhc_post_res", _mhc_post_res_kernel, x, plan, x, *others, y)
-
-
-@library.kernel("mhc_post_res_backward", "npu")
-def mhc_post_res_backward(
-    call: Any, dx: Tensor | None, df_out: Tensor | None,
-    dh_post: Tensor | None, dh_res: Tensor | None, plan: Plan | None,
-) -> None:  # fmt: skip
-    x = streams_of(call.x)
-    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
-    tensors = (call.dy.contiguous(), x, *others, dx, df_out, dh_post, dh_res)
-    _launch("mhc_post_res_backward", _mhc_post_res_backward_kernel, x, plan, *tensors)
+register("npu", launch_op)

@@ -17,12 +17,11 @@ from ...common.norms.poly_norm_math import (
     slope_factor,
     weights_of,
 )
-from ...common.sizes import cdiv
 from ...common.tensors import contiguous
 from .. import tiling
 from ..partial_sums import summed
 from ..tile import load, remaining, tile_offsets
-from ..tiling import COSTS, Cost, Kept, Plan, launch
+from ..tiling import COSTS, Cost, Kept, Plan, launch_rows
 from .resident_rows import kept_row, piece
 
 COSTS.update(
@@ -229,7 +228,7 @@ def poly_norm(call: Any, y: Tensor, plan: Plan | None) -> None:
     x = tiling.rows(call.x)
     plan = plan or tiling.plan("poly_norm", x.shape[1], x)
     inputs = (x, contiguous(call.weight), call.bias, y)
-    _launch((_poly_norm_kernel, _poly_norm_wide_kernel), plan, x, *inputs, *x.shape, call.eps)
+    launch_rows((_poly_norm_kernel, _poly_norm_wide_kernel), plan, *inputs, *x.shape, call.eps)
 
 
 @library.kernel("poly_norm_backward", "npu")
@@ -244,16 +243,7 @@ def poly_norm_backward(
         sums = x.new_empty((4, x.shape[0]), dtype=torch.float32)
     inputs = (dy, x, contiguous(call.weight), dx, sums)
     kernels = (_poly_norm_backward_kernel, _poly_norm_wide_backward_kernel)
-    _launch(kernels, plan, x, *inputs, *x.shape, call.eps)
+    launch_rows(kernels, plan, *inputs, *x.shape, call.eps)
     if sums is not None:
         summed(sums[:3].T, dweight)
         summed(sums[3], None if dbias is None else dbias.reshape(()))
-
-
-def _launch(kernels: tuple[Any, Any], plan: Plan, x: Tensor, *args: Any) -> None:
-    """Launch the kernel of rows that fit a tile, or of those that do not."""
-    tiles = cdiv(x.shape[0], plan.BLOCK_M)
-    if plan.whole(x.shape[1]):
-        launch(kernels[0], plan, tiles, *args)
-    else:
-        launch(kernels[1], plan, tiles, *args, ROW=plan.ROW, KEPT=plan.KEPT)

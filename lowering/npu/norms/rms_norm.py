@@ -17,7 +17,7 @@ from ...common.triton_math import rms_rstd, rms_scaled, rms_square
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, tile_offsets, within
-from ..tiling import COSTS, Cost, Kept, Plan, launch
+from ..tiling import COSTS, Cost, Kept, Plan, launch, launch_rows
 from . import wide_backward
 from .modulation import by_row_of, modulated_tile, of_one_sample
 from .norm_backward import NormBackward
@@ -311,18 +311,12 @@ def launch_rms_norm(
             op = "modulated_rms_norm"
         plan = tiling.plan(op, N, x, residual, *modulation[:2], weights=(weight,))
     plan, by_row = by_row_of(plan, x, modulation)
-    arguments = (
-        plan, cdiv(M, plan.BLOCK_M),
+    launch_rows(
+        (_rms_norm_kernel, _rms_norm_wide_kernel), plan,
         x, residual, weight, modulation.scale, modulation.shift, y, s,
         M, N, modulation.tokens, call.eps, call.offset,
+        CASTING_MODE=rms_mode(call.casting_mode), ROUNDS=modulation.rounds, BY_ROW=by_row,
     )  # fmt: skip
-    mode = rms_mode(call.casting_mode)
-    constants = {"CASTING_MODE": mode, "ROUNDS": modulation.rounds, "BY_ROW": by_row}
-    if plan.whole(N):
-        launch(_rms_norm_kernel, *arguments, **constants)
-    else:
-        kept = {"ROW": plan.ROW, "KEPT": plan.KEPT}
-        launch(_rms_norm_wide_kernel, *arguments, **constants, **kept)
 
 
 def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:

@@ -16,14 +16,14 @@ from torch import Tensor
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
 from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous
+from ...common.tensors import contiguous, unit_stride
 from ...common.triton_math import rms_rstd, rms_scaled, rms_square, rounded
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, within
 from ..tiling import COSTS, Cost, Plan, launch
 from .rope import rotate
-from .rope_tiles import Tables, load_pairs, load_tables, store_pairs, tables_of, unit_stride
+from .rope_tiles import Tables, load_pairs, load_tables, store_pairs, tables_of
 
 COSTS.update(
     {
@@ -249,10 +249,6 @@ def _sizes(call: Any, x: Tensor, tables: Tables) -> tuple[Any, ...]:
     return B, S, heads, half, D - 2 * half, *tables.ends, call.eps, call.offset
 
 
-def _rotation_options(call: Any, backward: bool) -> tuple[Any, ...]:
-    return call.interleaved, call.per_pair, call.sections, call.deinterleave, backward, None
-
-
 @library.kernel("rms_norm_rope", "npu")
 def rms_norm_rope(call: Any, q_out: Tensor, k_out: Tensor, plan: Plan | None) -> None:
     tables = _tables(call)
@@ -264,7 +260,7 @@ def rms_norm_rope(call: Any, q_out: Tensor, k_out: Tensor, plan: Plan | None) ->
         if planned is None:
             norm = library.OPS["rms_norm"].kernels["npu"]
             xhat = norm(x, weight, call.eps, call.offset, call.casting_mode)
-            rotate(xhat, call.cos, call.sin, y, *_rotation_options(call, False))
+            rotate(call, xhat, y, backward=False)
             continue
         sizes = _sizes(call, x, tables)
         B, S, _, _, copied, *_ = sizes
@@ -301,15 +297,11 @@ def rms_norm_rope_backward(
         B, S, _, _, copied, *_ = sizes
         tiles = B * cdiv(S, planned.BLOCK_M)
         partial = partial_sums(dweight, planned.programs(tiles))
-        strides = (
-            *dy.stride()[:3],
-            *x.stride()[:3],
-            *((0, 0, 0) if dx is None else dx.stride()[:3]),
-        )
+        dx_strides = (0, 0, 0) if dx is None else dx.stride()[:3]
         launch(
             _rms_norm_rope_backward_kernel, planned, tiles,
             dy, x, weight, tables.cos, tables.sin, dx, partial,
-            *sizes, *strides, *tables.strides,
+            *sizes, *dy.stride()[:3], *x.stride()[:3], *dx_strides, *tables.strides,
             **tables.constants, BLOCK_C=_copied_block(copied),
         )  # fmt: skip
         summed(partial, dweight)
@@ -320,7 +312,7 @@ def _backward_in_two_kernels(
     dx: Tensor | None, dweight: Tensor | None,
 ) -> None:  # fmt: skip
     dxhat = dy.new_empty(dy.shape, dtype=torch.float32)
-    rotate(dy, call.cos, call.sin, dxhat, *_rotation_options(call, True))
+    rotate(call, dy, dxhat, backward=True)
     norm = library.OPS["rms_norm_backward"].kernels["npu"]
     wanted = [dx is not None, dweight is not None]
     grads = norm(dxhat, x, weight, call.eps, call.offset, wanted)

@@ -5,6 +5,8 @@ One kernel for both would halve the tile, because each loop over heads has its o
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,10 +14,11 @@ from torch import Tensor
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
 from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import unit_stride
 from .. import tiling
 from ..tile import remaining
 from ..tiling import COSTS, Cost, Plan, launch
-from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of, unit_stride
+from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of
 
 COSTS.update(
     {
@@ -83,22 +86,21 @@ def _rope_kernel(
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor | None, y: Tensor | None, interleaved: bool,
-    per_pair: bool, sections: list[int] | None, deinterleave: bool, backward: bool,
-    plan: Plan | None,
-) -> None:  # fmt: skip
-    """Launch the rotation of x, or for backward the inverse rotation, into y unless it is None."""
+    call: Any, x: Tensor, y: Tensor | None, backward: bool, plan: Plan | None = None
+) -> None:
+    """Launch the rotation of x by a call's tables, or for backward the inverse rotation, into y
+    unless it is None."""
     if y is None or y.numel() == 0:
         return
     B, heads, S, D = x.shape
-    half = rotated_columns(cos, sin, per_pair) // 2
-    pairs = pairs_of(sin, interleaved, deinterleave, backward)
-    tables = tables_of(cos, sin, pairs, per_pair, sections)
+    half = rotated_columns(call.cos, call.sin, call.per_pair) // 2
+    pairs = pairs_of(call.sin, call.interleaved, call.deinterleave, backward)
+    tables = tables_of(call.cos, call.sin, pairs, call.per_pair, call.sections)
     x = unit_stride(x)
     if plan is None:
         furthest = max(tensor.stride(-2) for tensor in (x, y, tables.cos, tables.sin))
         op = "rope_interleaved" if tables.interleaved else "rope"
-        op += "" if sections is None else "_sections"
+        op += "" if call.sections is None else "_sections"
         plan = plan_tile(op, half, x.element_size(), B * S, furthest)
     launch(
         _rope_kernel, plan, B * cdiv(S, plan.BLOCK_M) * cdiv(half, plan.BLOCK_N),
@@ -129,13 +131,11 @@ def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int)
 
 @library.kernel("rope", "npu")
 def rope(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
     for x, y in ((call.q, q_out), (call.k, k_out)):
-        rotate(x, call.cos, call.sin, y, *options, False, plan)
+        rotate(call, x, y, False, plan)
 
 
 @library.kernel("rope_backward", "npu")
 def rope_backward(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
     for dy, dx in ((call.dq, q_out), (call.dk, k_out)):
-        rotate(dy, call.cos, call.sin, dx, *options, True, plan)
+        rotate(call, dy, dx, True, plan)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....ops.rope.rope import Pairs, holds_matrices
+from ...common.tensors import unit_stride
 from ..tile import load, remaining
 
 
@@ -136,10 +137,6 @@ def load_tables(
         sin_a = -sin_b
         sin_b = -swapped
     return cos_a, cos_b, sin_a, sin_b
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _table_strides(table: Tensor) -> list[int]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv
 from ...common.softmax.softmax import register
 from ...common.triton_math import LOWEST
 from .. import tiling
 from ..norms.resident_rows import kept_row, piece, widened
 from ..tile import load, load_logits, online_updated, remaining, tile_offsets
-from ..tiling import COSTS, Cost, Kept, Plan, launch
+from ..tiling import COSTS, Cost, Kept, Plan, launch_rows
 
 COSTS.update(
     {
@@ -160,9 +157,8 @@ def _softmax_wide_backward_kernel(
 def launch_softmax(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     """Launch the forward of softmax, or of log_softmax."""
     x = tiling.rows(x)
-    M, N = x.shape
-    plan = plan or tiling.plan("softmax", N, x)
-    _launch((_softmax_kernel, _softmax_wide_kernel), plan, x, y, M, N, log)
+    plan = plan or tiling.plan("softmax", x.shape[1], x)
+    launch_rows((_softmax_kernel, _softmax_wide_kernel), plan, x, y, *x.shape, LOG=log)
 
 
 def launch_softmax_backward(
@@ -170,19 +166,9 @@ def launch_softmax_backward(
 ) -> None:
     """Launch the backward of softmax, or of log_softmax."""
     dy, y = tiling.rows(dy), tiling.rows(y)
-    M, N = y.shape
-    plan = plan or tiling.plan("softmax_backward", N, dy, y)
-    _launch((_softmax_backward_kernel, _softmax_wide_backward_kernel), plan, dy, y, dx, M, N, log)
-
-
-def _launch(kernels: tuple[Any, Any], plan: Plan, *args: Any) -> None:
-    """Launch the kernel of rows that fit a tile, or of those that do not."""
-    *tensors, M, N, log = args
-    tiles = cdiv(M, plan.BLOCK_M)
-    if plan.whole(N):
-        launch(kernels[0], plan, tiles, *tensors, M, N, LOG=log)
-    else:
-        launch(kernels[1], plan, tiles, *tensors, M, N, LOG=log, ROW=plan.ROW, KEPT=plan.KEPT)
+    plan = plan or tiling.plan("softmax_backward", y.shape[1], dy, y)
+    kernels = (_softmax_backward_kernel, _softmax_wide_backward_kernel)
+    launch_rows(kernels, plan, dy, y, dx, *y.shape, LOG=log)
 
 
 register("npu", launch_softmax, launch_softmax_backward)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .... import library
-from ...common.sizes import cdiv
 from ...common.softmax.sparsemax_math import (
     above,
     below_maximum,
@@ -21,7 +17,7 @@ from ...common.softmax.sparsemax_math import (
 from .. import tiling
 from ..norms.resident_rows import kept_row, piece
 from ..tile import load, load_logits, remaining, tile_offsets
-from ..tiling import COSTS, Cost, Kept, Plan, launch
+from ..tiling import COSTS, Cost, Kept, launch_rows
 
 COSTS.update(
     {
@@ -191,7 +187,7 @@ def sparsemax_forward(call, y, plan):
     x = tiling.rows(call.x)
     plan = plan or tiling.plan("sparsemax", x.shape[1], x)
     kernels = (_sparsemax_kernel, _sparsemax_wide_kernel)
-    _launch(kernels, plan, x, y, *x.shape, most_steps(x.shape[1]))
+    launch_rows(kernels, plan, x, y, *x.shape, most_steps(x.shape[1]))
 
 
 @library.kernel("sparsemax_backward", "npu")
@@ -199,13 +195,4 @@ def sparsemax_backward(call, dx, plan):
     dy, y = tiling.rows(call.dy), tiling.rows(call.y)
     plan = plan or tiling.plan("sparsemax_backward", y.shape[1], dy, y)
     kernels = (_sparsemax_backward_kernel, _sparsemax_wide_backward_kernel)
-    _launch(kernels, plan, dy, y, dx, *y.shape)
-
-
-def _launch(kernels: tuple[Any, Any], plan: Plan, x: Tensor, *args: Any) -> None:
-    """Launch the kernel of rows that fit a tile, or of those that do not."""
-    tiles = cdiv(x.shape[0], plan.BLOCK_M)
-    if plan.whole(x.shape[1]):
-        launch(kernels[0], plan, tiles, x, *args)
-    else:
-        launch(kernels[1], plan, tiles, x, *args, ROW=plan.ROW, KEPT=plan.KEPT)
+    launch_rows(kernels, plan, dy, y, dx, *y.shape)

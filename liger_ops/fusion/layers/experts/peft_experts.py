@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ... import classes
 from ...assumptions import say_once
+from ...gather_hooks import has_hooks
 from ...sharding import is_held_by_fsdp
 
 NAME = "experts with LoRA"
@@ -71,7 +72,7 @@ def loras(wrapper: Any) -> dict[str, Any] | str:
         for name in names:
             found |= _arguments(one, experts, name)
         one = one.base_layer
-        if _is_heard(one):
+        if has_hooks(one) or "forward" in vars(one):
             return f"a {classes.class_of(one).__name__}, which would not be called, has hooks"
     return found
 
@@ -101,10 +102,3 @@ def _arguments(one: Any, experts: Any, name: str) -> dict[str, Any]:
         f"{prefix}_lora_b": b.unflatten(1, (-1, E)).permute(2, 0, 1).to(dtype).contiguous(),
         f"{prefix}_lora_scale": one.scaling[name],
     }
-
-
-def _is_heard(module: Any) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks
-        or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
-    )  # fmt: skip

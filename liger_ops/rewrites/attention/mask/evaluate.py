@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ...engine.canonical import arguments, is_tensor, operation
 from ...engine.canonical import value as traced
+from ...engine.graph_state import needed_by
 from ...engine.memory import is_plain
 from .algebra import (
     Affine,
@@ -89,15 +90,8 @@ class IndexFunctions:
 
     def read(self, node: fx.Node) -> Iterator[fx.Node]:
         """`node`, and every node that its value was computed from."""
-        found: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            part = waiting.pop()
-            if part in found or part not in self._values:
-                continue
-            found.add(part)
+        for part in needed_by(node, end=lambda one: one not in self._values) & self._values.keys():
             yield part
-            waiting += part.all_input_nodes
             if part in self.operands and self.outer is not None:
                 yield from self.outer.read(self.operands[part])
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....torch_private import FakeTensor
 from ...engine.canonical import value
 from ...engine.failure import guarded
-from ...engine.graph_state import GraphState
+from ...engine.graph_state import GraphState, needed_by
 from ...engine.memory import is_plain
 from ...engine.rewrite import derive
 from ..mask.algebra import Unknown, data_of
@@ -191,19 +191,12 @@ def _recipe(
 
 def _between(given: Sequence[fx.Node], mask: fx.Node) -> list[fx.Node]:
     """The nodes that compute `mask` from `given`, in order."""
-    needed, waiting = set(), [mask]
-    while waiting:
-        one = waiting.pop()
-        if one in needed or one in given:
-            continue
-        if one.op not in ("call_function", "call_method"):
-            raise Unknown(f"it is computed from {one.name}")
-        needed.add(one)
-        waiting += one.all_input_nodes
+    needed = needed_by(mask, end=given.__contains__).difference(given)
     ordered = [one for one in mask.graph.nodes if one in needed]
     for one in (*ordered, *given):
         if is_symbolic(one):
             raise Unknown("its sizes are symbols")
-        if one in given and one.op not in ("placeholder", "call_function", "call_method"):
+        is_input = one in given and one.op == "placeholder"
+        if not is_input and one.op not in ("call_function", "call_method"):
             raise Unknown(f"it is computed from {one.name}")
     return ordered

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ....torch_private import assert_async
 from ...engine.canonical import value
 from ...engine.failure import guarded
-from ...engine.graph_state import GraphState
+from ...engine.graph_state import GraphState, needed_by
 from ...engine.memory import is_plain
 from ...engine.report import Report
 from ...engine.rewrite import derive
@@ -165,12 +165,4 @@ def _asks(condition: Condition, node: fx.Node) -> bool:
 
 def _depends(condition: Condition, node: fx.Node) -> bool:
     """Whether the data of a condition is computed from `node`."""
-    waiting, seen = [datum.node for datum in data_of(condition)], set()
-    while waiting:
-        one = waiting.pop()
-        if one is node:
-            return True
-        if one not in seen:
-            seen.add(one)
-            waiting += one.all_input_nodes
-    return False
+    return node in needed_by(*(datum.node for datum in data_of(condition)))

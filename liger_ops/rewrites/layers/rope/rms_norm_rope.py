@@ -33,11 +33,10 @@ from ...engine.rewrite import (
     runs_outside,
 )
 from .. import layer_norm, rms_norm
+from .rope_tables import View, viewed
 
 OP = "rms_norm_rope"
 ROPE = torch.ops.liger.rope.default
-# A view of heads, and its arguments after the tensor.
-View = tuple[Any, ...]
 
 
 @spelled(ROPE)
@@ -91,7 +90,7 @@ def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: R
     nodes = none.union(*(norm.nodes for norm in found))
     _check(found, rotation, nodes, state)
     with modes_of(rotation, state, found[0].is_outside) as is_outside:
-        tensors = [_viewed(rotation, norm) for norm in found]
+        tensors = [viewed(rotation, norm.x, norm.views) for norm in found]
         weights = [norm.weight for norm in found]
         if alone:
             # The op adds the offset to both weights.
@@ -226,14 +225,6 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
 def _matches(pattern: Pattern, node: fx.Node, last: str | None) -> bool:
     match = pattern.match(node) if pattern.op == last else None
     return match is not None and match.difference is None
-
-
-def _viewed(at: fx.Node, norm: Norm) -> fx.Node:
-    """The norm's x in the form in which its result is rotated."""
-    x = norm.x
-    for view, *arguments in norm.views:
-        x = derive(at, view, x, *arguments)
-    return x
 
 
 def _of_no_heads(k: fx.Node) -> frozenset[fx.Node]:

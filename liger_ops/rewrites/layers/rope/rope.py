@@ -17,7 +17,7 @@ from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
 from ...engine.rewrite import Refused, Search, attempt, derive, emit, items
 from .rope_spellings import SPELLINGS, VIEWS
-from .rope_tables import Placement, View, expanded, placement
+from .rope_tables import Placement, expanded, placement, viewed
 from .rotation import Form
 from .same_tables import alike, repeated, sources
 
@@ -67,7 +67,7 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
     _check_tables(matches, search)
     there, back = places[0].views()
     before = search.state.order[at]
-    tensors = [_seen(at, _as_result(at, match, before, search), there) for match in matches]
+    tensors = [viewed(at, _as_result(at, match, before, search), there) for match in matches]
     if len(tensors) == 1:
         # The op takes two tensors; the second has no heads, so nothing is computed for it.
         none = derive(at, torch.Tensor.detach, tensors[0])
@@ -94,7 +94,7 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
     with search.state.modes_of(at):
         op = emit(at, torch.ops.liger.rope.default, args)
     # The op's results have the strides of x; those of torch.cat do not.
-    results = [_seen(at, new, back) for new in items(op, len(matches))]
+    results = [viewed(at, new, back) for new in items(op, len(matches))]
     search.replace(*zip(matches, results, strict=True))
     search.used(op)
 
@@ -218,9 +218,3 @@ def _is_view(match: Match, name: str) -> bool:
     return len(given) == len(expected) and all(
         same(a, b) or same(a, -1) for a, b in zip(given, expected, strict=True)
     )
-
-
-def _seen(at: fx.Node, of: fx.Node, views: list[View]) -> fx.Node:
-    for view, *arguments in views:
-        of = derive(at, view, of, *arguments)
-    return of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,13 @@ from ...engine.rewrite import Refused, derive
 
 # A view and its arguments after the tensor.
 View = tuple[Any, ...]
+
+
+def viewed(at: fx.Node, x: fx.Node, views: Iterable[View]) -> fx.Node:
+    """These views of x, inserted before `at`."""
+    for view, *arguments in views:
+        x = derive(at, view, x, *arguments)
+    return x
 
 
 @dataclass(frozen=True)
