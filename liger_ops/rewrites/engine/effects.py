@@ -5,18 +5,17 @@ it arrives at say which tensors are written: those of `out`, of `inplace` by nam
 methods in place, running statistics, and the weights that `max_norm` renormalises. A call that
 cannot run so is unknown, and treated as the worst case: it writes everywhere.
 
-A function of PyTorch's own arrives at the same operators in every tracing, so that its calls are
-known for the whole process, by the kinds of the tensors: a size counts as 0, 1 or more, as it does
-where PyTorch compiles for all sizes. Other calls are known for one tracing.
+A function of PyTorch's own arrives at the same operators in every graph, so that its calls are
+known for the whole process, by the kinds of the tensors: a size counts as 0, 1, more or symbolic,
+which is what PyTorch itself distinguishes where it compiles for all sizes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -35,21 +34,20 @@ from .replay import fake_mode_of, replay
 
 _KERNELS_OF_USERS = "triton_kernel_wrapper"
 
-NUMBERS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)
+_SYMBOLS = torch.SymBool, torch.SymInt, torch.SymFloat
+NUMBERS = (bool, int, float, complex, *_SYMBOLS)
 
 # The places of inputs that a call writes to; None if that is unknown.
 _Places = list[int] | None
 # In a node's meta: its target and arguments, and the memory that it writes to with these.
 _WRITTEN = "liger_ops.written"
-# The calls of each tracing. Layers repeat them: 1249 nodes of 32 layers are 70 calls.
-_calls: WeakKeyDictionary[FakeTensorMode, dict[Any, _Places]] = WeakKeyDictionary()
-# Those of PyTorch's functions. `fuse` traces 40 models with 4944 calls, of which 400 differ here.
-_calls_of_torch: dict[Any, _Places] = {}
+# Layers and models repeat them: `fuse` makes 4944 calls in 40 models, of which 400 differ here.
+_calls: dict[Any, _Places] = {}
 
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, OpOverload
 # Constants that cannot change, and whose text says all.
 _CONSTANTS = (
-    *(bool, int, float, complex, str, slice, types.NoneType, types.EllipsisType),
+    *(*NUMBERS, str, slice, types.NoneType, types.EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
@@ -106,18 +104,18 @@ def _written_by(node: fx.Node) -> set[int]:
     are_plain = all(map(is_plain, tensors))
     if are_plain and not isinstance(mode, FakeTensorMode):
         mode = FakeTensorMode()
-    is_of_torch = are_plain and _is_of_torch(node, inputs)
-    calls = _calls_of_torch if is_of_torch else _calls.setdefault(mode, {}) if are_plain else {}
-    call = _described(node, inputs, _kind if is_of_torch else _form)
-    places = calls.get(call)
+    call = _described(node, inputs) if are_plain and _is_of_torch(node, inputs) else None
+    places = None if call is None else _calls.get(call)
     if places is None:
-        places = calls[call] = _run(node, inputs, mode)
+        places = _run(node, inputs, mode)
+        if call is not None:
+            _calls[call] = places
     nodes = [*inputs]
     return {ANYWHERE} if places is None else memory(nodes[place] for place in places)
 
 
 def _is_of_torch(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Whether a function of PyTorch is called with tensors of known sizes and constants."""
+    """Whether a function of PyTorch is called with tensors and constants alone."""
     target = node.target
     owner = str(getattr(target, "__module__", "")).split(".")[0]
     if node.op == "call_function" and not (
@@ -127,7 +125,7 @@ def _is_of_torch(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
     ):
         return False
     leaves = pytree.tree_leaves([node.args, node.kwargs, *inputs.values()])
-    return all(map(_is_known, leaves))
+    return all(isinstance(leaf, (Tensor, fx.Node, *_CONSTANTS)) for leaf in leaves)
 
 
 def _is_context(node: fx.Node) -> bool:
@@ -135,28 +133,18 @@ def _is_context(node: fx.Node) -> bool:
     return node.op == "call_function" and not node.all_input_nodes and value(node) is None
 
 
-def _is_known(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return all(type(size) is int for size in (*leaf.shape, *leaf.stride()))
-    return isinstance(leaf, (fx.Node, *_CONSTANTS))
-
-
-def _described(
-    node: fx.Node, inputs: Mapping[fx.Node, Any], form: Callable[[Tensor], Any]
-) -> tuple[Any, ...]:
-    """The call of `node`, equal for nodes whose inputs differ in their data, or not in `form`."""
-    known = [pytree.tree_map_only(Tensor, form, one) for one in inputs.values()]
-    names = {one: f"{place}{known[place]}" for place, one in enumerate(inputs)}
+def _described(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
+    """The call of `node`, equal for nodes that differ in their inputs' data and sizes alone."""
+    kinds = [pytree.tree_map(_kind, known) for known in inputs.values()]
+    names = {one: f"{place}{kinds[place]}" for place, one in enumerate(inputs)}
     return node.op, node.target, repr(fx.map_arg((node.args, node.kwargs), names.get))
 
 
-def _form(known: Tensor) -> Any:
-    return known.shape, known.stride(), known.dtype, known.device
-
-
-def _kind(known: Tensor) -> Any:
-    sizes = [min(size, 2) for size in known.shape]
-    return sizes, known.is_contiguous(), known.dtype, known.device
+def _kind(known: Any) -> Any:
+    if isinstance(known, Tensor):
+        sizes = [min(one, 2) if type(one) is int else _kind(one) for one in known.shape]
+        return sizes, known.dtype, known.device
+    return type(known) if type(known) in _SYMBOLS else known
 
 
 def _run(node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any) -> _Places:
