@@ -48,23 +48,22 @@ def _loaded(x_ptr, rows, cols, weight, N):
 def _is_selected(x, cols, N, TOP_K: tl.constexpr, SHORT: tl.constexpr):
     """Whether a logit is one of the TOP_K largest, the first of equal ones.
 
-    They are compared as unsigned integers in the same order, whose last bits are the columns, so
-    that no two are equal, and 0 beside the columns. SHORT: float16 and bfloat16 leave the last 13
-    bits of a float32 to the columns.
+    They are compared as integers in the same order, whose last bits are the columns, so that no two
+    are equal. SHORT: float16 and bfloat16 leave the last 13 bits of a float32 to the columns.
     """
     # -0.0 is to equal 0.0.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -(2**31)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if SHORT:
-        key = ((order & -8192) | (8191 - cols)).to(tl.uint32, bitcast=True)
+        LOWEST: tl.constexpr = -(2**31)
+        key = (order & -8192) | (8191 - cols)
     else:
-        key = (order.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (N - 1 - cols)
-    key = tl.where(cols < N, key, 0)
-    last = tl.zeros((x.shape[0], 1), key.dtype)
+        LOWEST: tl.constexpr = -(2**63)
+        key = (order.to(tl.int64) << 32) | (N - 1 - cols)
+    key = tl.where(cols < N, key, LOWEST)
     for _ in range(TOP_K):
-        # The difference from a smaller key wraps, and is larger than that from any other.
-        last += tl.max(key - last, 1)[:, None]
-    return (key >= last) & (cols < N)
+        key = tl.where(key == tl.max(key, 1)[:, None], LOWEST, key)
+    return (key == LOWEST) & (cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -135,13 +134,14 @@ def _plan(N: int) -> Tile:
     return Tile(BLOCK_N, min(1024, max(128, BLOCK_M * BLOCK_N // 16)), BLOCK_M)
 
 
-# Programs a multiprocessor, of 86 registers a thread in the forward on sm_90: all run at once.
-FORWARD, BACKWARD = 4, 8
+def _programs(M: int, plan: Plan, x: Tensor, layers: int) -> int:
+    """The programs of a layer, which take turns at its tiles: 8 a multiprocessor.
 
-
-def _programs(M: int, plan: Plan, x: Tensor, layers: int, most: int) -> int:
-    """The programs of a layer, which take turns at its tiles."""
-    return min(cdiv(M, plan.BLOCK_M), max(1, cdiv(most * processors(x), layers)))
+    48 layers of (65536, 128) in bfloat16 take 1.57 ms on an H200, and 1.63 with 4, of which the
+    selection of 8 logits is all but 0.2; the gradient 0.62 ms, and 0.77 with a program for each
+    tile.
+    """
+    return min(cdiv(M, plan.BLOCK_M), max(1, cdiv(8 * processors(x), layers)))
 
 
 def _stages(x: Tensor, plan: Plan) -> int:
@@ -163,7 +163,7 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     x = layers[0]
     M, N = x.shape
     plan = plan or _plan(N)
-    programs = _programs(M, plan, x, len(layers), FORWARD)
+    programs = _programs(M, plan, x, len(layers))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens, z)]
     launch(
         router_losses_kernel, (programs, len(layers)), x,
@@ -185,7 +185,7 @@ def backward(call: Any, *gradients_and_plan: Any) -> None:
     x = wanted[0][0]
     M, N = x.shape
     plan = plan or _plan(N)
-    programs = _programs(M, plan, x, len(wanted), BACKWARD)
+    programs = _programs(M, plan, x, len(wanted))
     launch(
         router_losses_backward_kernel, (programs, len(wanted)), x,
         *_padded([x for x, _ in wanted]), *_padded([dx for _, dx in wanted]),
