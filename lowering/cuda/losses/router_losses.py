@@ -48,23 +48,22 @@ def _loaded(x_ptr, rows, cols, weight, N):
 def _is_selected(x, cols, N, TOP_K: tl.constexpr, SHORT: tl.constexpr):
     """Whether a logit is one of the TOP_K largest, the first of equal ones.
 
-    They are compared as unsigned integers in the same order, whose last bits are the columns, so
-    that no two are equal, and 0 beside the columns. SHORT: float16 and bfloat16 leave the last 13
-    bits of a float32 to the columns.
+    They are compared as integers in the same order, whose last bits are the columns, so that no two
+    are equal. SHORT: float16 and bfloat16 leave the last 13 bits of a float32 to the columns.
     """
     # -0.0 is to equal 0.0.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -(2**31)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if SHORT:
-        key = ((order & -8192) | (8191 - cols)).to(tl.uint32, bitcast=True)
+        LOWEST: tl.constexpr = -(2**31)
+        key = (order & -8192) | (8191 - cols)
     else:
-        key = (order.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | (N - 1 - cols)
-    key = tl.where(cols < N, key, 0)
-    last = tl.zeros((x.shape[0], 1), key.dtype)
+        LOWEST: tl.constexpr = -(2**63)
+        key = (order.to(tl.int64) << 32) | (N - 1 - cols)
+    key = tl.where(cols < N, key, LOWEST)
     for _ in range(TOP_K):
-        # The difference from a smaller key wraps, and is larger than that from any other.
-        last += tl.max(key - last, 1)[:, None]
-    return (key >= last) & (cols < N)
+        key = tl.where(key == tl.max(key, 1)[:, None], LOWEST, key)
+    return (key == LOWEST) & (cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -103,29 +102,24 @@ def router_losses_backward_kernel(
     dx0_ptr, dx1_ptr, dx2_ptr, dx3_ptr, dx4_ptr, dx5_ptr, dx6_ptr, dx7_ptr,
     weight_ptr, dprobabilities_ptr, dz_ptr,
     M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     x_ptr = _of_layer((x0_ptr, x1_ptr, x2_ptr, x3_ptr, x4_ptr, x5_ptr, x6_ptr, x7_ptr))
     dx_ptr = _of_layer((dx0_ptr, dx1_ptr, dx2_ptr, dx3_ptr, dx4_ptr, dx5_ptr, dx6_ptr, dx7_ptr))
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
+    weight = _token_weights(weight_ptr, rows, M)
+    p, lse = softmax_and_lse(_loaded(x_ptr, rows, cols, weight, N))
+    slope = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if dprobabilities_ptr is not None:
         # As a vector: a tile of one row would make its layout that of all tiles.
         col = tl.arange(0, BLOCK_N)
         of_p = tl.load(dprobabilities_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        slope += of_p - tl.sum(p * of_p, 1)[:, None]
     if dz_ptr is not None:
-        of_z = 2 * tl.load(dz_ptr).to(tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=NUM_STAGES):
-        rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-        weight = _token_weights(weight_ptr, rows, M)
-        p, lse = softmax_and_lse(_loaded(x_ptr, rows, cols, weight, N))
-        slope = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if dprobabilities_ptr is not None:
-            slope += of_p - tl.sum(p * of_p, 1)[:, None]
-        if dz_ptr is not None:
-            slope += of_z * lse
-        dx = tl.where(weight != 0.0, weight * p * slope, 0.0).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + rows * N + cols, dx, mask=(rows < M) & (cols < N))
+        slope += 2 * tl.load(dz_ptr).to(tl.float32) * lse
+    dx = tl.where(weight != 0.0, weight * p * slope, 0.0).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + rows * N + cols, dx, mask=(rows < M) & (cols < N))
 
 
 def _plan(N: int) -> Tile:
@@ -133,19 +127,6 @@ def _plan(N: int) -> Tile:
     BLOCK_N = next_power_of_2(N)
     BLOCK_M = max(1, 2048 // BLOCK_N)
     return Tile(BLOCK_N, min(1024, max(128, BLOCK_M * BLOCK_N // 16)), BLOCK_M)
-
-
-# Programs a multiprocessor, of 86 registers a thread in the forward on sm_90: all run at once.
-FORWARD, BACKWARD = 4, 8
-
-
-def _programs(M: int, plan: Plan, x: Tensor, layers: int, most: int) -> int:
-    """The programs of a layer, which take turns at its tiles."""
-    return min(cdiv(M, plan.BLOCK_M), max(1, cdiv(most * processors(x), layers)))
-
-
-def _stages(x: Tensor, plan: Plan) -> int:
-    return pipeline_stages(x, plan.BLOCK_M * plan.BLOCK_N * x.element_size())
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:
@@ -163,7 +144,10 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     x = layers[0]
     M, N = x.shape
     plan = plan or _plan(N)
-    programs = _programs(M, plan, x, len(layers), FORWARD)
+    tiles = cdiv(M, plan.BLOCK_M)
+    # 8 programs a multiprocessor: 48 layers of (65536, 128) in bfloat16 take 1.33 ms on an H200,
+    # and 1.45 with 4. The gradient has one for each tile: 8 take 5% less, and the whole step more.
+    programs = min(tiles, max(1, cdiv(8 * processors(x), len(layers))))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens, z)]
     launch(
         router_losses_kernel, (programs, len(layers)), x,
@@ -171,7 +155,7 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
         M, N,
         TOP_K=call.top_k, SHORT=x.element_size() == 2 and plan.BLOCK_N <= 8192,
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
-        NUM_STAGES=_stages(x, plan),
+        NUM_STAGES=pipeline_stages(x, plan.BLOCK_M * plan.BLOCK_N * x.element_size()),
     )  # fmt: skip
     summed((parts[0], probabilities), (parts[1], tokens))
     summed((parts[2], z))
@@ -185,12 +169,10 @@ def backward(call: Any, *gradients_and_plan: Any) -> None:
     x = wanted[0][0]
     M, N = x.shape
     plan = plan or _plan(N)
-    programs = _programs(M, plan, x, len(wanted), BACKWARD)
     launch(
-        router_losses_backward_kernel, (programs, len(wanted)), x,
+        router_losses_backward_kernel, (cdiv(M, plan.BLOCK_M), len(wanted)), x,
         *_padded([x for x, _ in wanted]), *_padded([dx for _, dx in wanted]),
         flat(call.token_weight), flat(call.dprobabilities), call.dz,
         M, N,
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
-        NUM_STAGES=_stages(x, plan),
     )  # fmt: skip
