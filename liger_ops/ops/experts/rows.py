@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import library
 from ...autograd import is_differentiated, vector_jacobian
+from ..eager import is_eager
 from ..precision import widened
 from ..strides import dense, is_transposed
 
@@ -78,12 +79,24 @@ class Rows:
         # The gradient of unbind is one stack; that of an index would be a tensor of all experts.
         biases = [None] * self.E if bias is None else bias.unbind()
         parts = zip(x.split(self.sizes), weight.unbind(), biases, strict=False)
+        if is_eager(x, weight):
+            y = x.new_empty(x.shape[0], weight.shape[1])
+            *outputs, sentinels = y.split(self.sizes)
+            sentinels.zero_()
+            for out, (rows, w, b) in zip(outputs, parts, strict=True):
+                torch.addmm(out if b is None else b, rows, w.t(), beta=b is not None, out=out)
+            return y
         sentinels = x.new_zeros(self.sizes[-1], weight.shape[1])
         return torch.cat([*(F.linear(rows, w, b) for rows, w, b in parts), sentinels])
 
     def product_over_rows(self, a: Tensor, b: Tensor) -> Tensor:
         """a.T @ b of the rows of each expert: (n, P), (n, Q) -> (E, P, Q)."""
         parts = zip(a.split(self.sizes)[:-1], b.split(self.sizes), strict=False)
+        if is_eager(a, b):
+            y = a.new_empty(self.E, a.shape[1], b.shape[1])
+            for out, (left, right) in zip(y, parts, strict=True):
+                torch.mm(left.t(), right, out=out)
+            return y
         return torch.stack([left.t() @ right for left, right in parts])
 
     def sums(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
