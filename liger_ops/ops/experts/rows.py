@@ -185,16 +185,16 @@ class Rows:
         arguments = [getattr(call, name[1:]) for name in names]
         masked = zip(names, arguments, call.output_mask, strict=True)
         wanted = {name for name, argument, needed in masked if needed and argument is not None}
-        found: dict[str, Tensor] = {}
-        dy = self.of_tokens(call.dy)
-        if "ddown_bias" in wanted:
-            found["ddown_bias"] = self.sums(dy, self.by_expert(self.weights))
-        if wanted - {"ddown_bias"}:
-            found |= self._gradients_before_down(wanted, dy)
+        found = self._gradients(wanted, self.of_tokens(call.dy))
         return tuple(found.get(name) for name in names)
 
-    def _gradients_before_down(self, wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+    def _gradients(self, wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        """The wanted gradients by name, from the rows of dy, which are freed on the way."""
         call, found = self.call, {}
+        if "ddown_bias" in wanted:
+            found["ddown_bias"] = self.sums(dy, self.by_expert(self.weights))
+        if wanted <= {"ddown_bias"}:
+            return found
         h = call.pre_activation
         if h is None or is_differentiated():
             h = self.up()
