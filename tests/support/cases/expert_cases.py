@@ -200,6 +200,7 @@ OPS = (
         sampled={
             "activation": "clamped_swiglu", "limit": 0.5, "router_dtype": lambda d: d,
             "transposed": True, "loras": LORAS[1], "gate_up_lora_scale": 1.5,
+            "ranks": (2, 9),
         },
         no_gradient=("top_k_index",),
         # Several blocks of rows of an expert, and of columns, by the host code's own plan.
