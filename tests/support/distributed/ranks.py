@@ -49,7 +49,7 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
 
 def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) -> dict[str, str]:
     """Run checks, functions of a module, on so many ranks, and return what each one that failed
-    raised on its first rank, by the check's name.
+    raised on its ranks, by the check's name: a rank that ends lets the others fail too.
 
     After a failure the ranks are not in step, and the checks after it fail too. Processes that take
     longer than `seconds` are killed.
@@ -68,13 +68,14 @@ def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) 
         if process.is_alive():
             process.kill()
             process.join()
-    failed = {}
+    failed: dict[str, str] = {}
     for check in checks:
-        for rank in range(ranks):
+        for rank, process in enumerate(processes):
             result = folder / f"{check.__name__}.{rank}"
             text = result.read_text() if result.exists() else f"not finished in {seconds} s"
             if text:
-                failed.setdefault(check.__name__, f"rank {rank} of {ranks}: {text}")
+                where = f"rank {rank} of {ranks}, whose process ended with {process.exitcode}"
+                failed[check.__name__] = f"{failed.get(check.__name__, '')}{where}: {text}\n"
     return failed
 
 
