@@ -76,9 +76,10 @@ def _is_replaced(op: Op, match: Any) -> bool:
     that only the data gives, of which it may ask whether they fit a chunk."""
     from .torch_private import inductor_state
 
-    values = [node.meta["val"] for node in match.output_node().all_input_nodes]
+    nodes = match.output_node().all_input_nodes
+    values = [node.meta["val"] for node in nodes]
     return inductor_state.aot_compilation or not (
-        _has_sizes_of_data(match.output_node().all_input_nodes) or _has_kernel(op, values)
+        _has_sizes_of_data(nodes) or _has_kernel(op, values)
     )
 
 
@@ -146,8 +147,9 @@ def _traced(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModu
 
 
 def _traced_briefly(definition: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    """The graph of the definition, unless it is long or reads data, as that of experts does: some
-    graphs may not, and Inductor fails at the gradients of sizes that were read (torch 2.13)."""
+    """The graph of the definition, unless it is long or reads data, as that of experts does: not
+    every graph may read data, and Inductor fails at gradients of sizes that were read (torch 2.13).
+    """
     from .torch_private import DataDependentOutputException
 
     try:

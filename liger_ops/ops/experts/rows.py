@@ -3,6 +3,7 @@ the definition, and for a device with grouped products of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ... import library
 from ...autograd import is_differentiated, vector_jacobian
+from ...record import Op
 from ..eager import is_eager
 from ..precision import widened
 from ..strides import dense, is_transposed
@@ -39,6 +41,17 @@ def sort(top_k_index: Tensor, E: int, dtype: torch.dtype = torch.int64) -> tuple
     ids, order = ids.sort(stable=True)
     ends = torch.arange(E + 1, dtype=dtype, device=ids.device)
     return order.int(), torch.searchsorted(ids, ends).int()
+
+
+def of_biases(call: Any, dy: Tensor) -> Tensor:
+    """The part of the gradient of the router's weights, (T, K), that comes from down_bias."""
+    bias, ids = call.down_bias.t(), call.top_k_index.long()
+    if dy.is_cuda and dy.dtype is torch.bfloat16:
+        products = torch.ops.aten.mm.dtype(dy, bias, torch.float32)
+    else:
+        products = widened(dy) @ widened(bias)
+    exists = (ids >= 0) & (ids < bias.shape[1])
+    return products.gather(1, ids.where(exists, 0)).where(exists, 0.0)
 
 
 class Rows:
@@ -84,7 +97,10 @@ class Rows:
             *outputs, sentinels = y.split(self.sizes)
             sentinels.zero_()
             for out, (rows, w, b) in zip(outputs, parts, strict=True):
-                torch.addmm(out if b is None else b, rows, w.t(), beta=b is not None, out=out)
+                if b is None:
+                    torch.mm(rows, w.t(), out=out)
+                else:
+                    torch.addmm(b, rows, w.t(), out=out)
             return y
         sentinels = x.new_zeros(self.sizes[-1], weight.shape[1])
         return torch.cat([*(F.linear(rows, w, b) for rows, w, b in parts), sentinels])
@@ -112,16 +128,21 @@ class Rows:
         return placed.sum(1).to(rows.dtype)
 
     def activated(self, h: Tensor) -> Tensor:
-        """The activation of h, by the definition of its op."""
+        """The activation of h, by its op."""
         call = self.call
         name, options = ACTIVATIONS[call.activation]
-        activate = library.OPS[name].definition
+        activate = self.implementation(library.OPS[name])
         if name == "relu_squared":
             return activate(h)
         if name == "clamped_swiglu":
-            options = (call.alpha, call.limit, call.up_offset)
-        gate, up = (h[:, ::2], h[:, 1::2]) if call.interleaved else h.chunk(2, -1)
+            return activate(h, None, call.alpha, call.limit, call.up_offset, call.interleaved)
+        # The op splits halves, and a pair's gate and up are two views.
+        gate, up = (h[:, ::2], h[:, 1::2]) if call.interleaved else (h, None)
         return activate(gate, up, *options)
+
+    def implementation(self, op: Op) -> Callable[..., Tensor]:
+        """What computes an activation."""
+        return op.definition
 
     def slopes(
         self, da: Tensor, h: Tensor, wants_act: bool, wants_dweights: bool
@@ -218,12 +239,10 @@ class Rows:
 
     def _gradient_of_router(self, of_activations: Tensor) -> Tensor:
         """The gradient of the router's weights, from its part that comes from activations."""
-        weights, ids, bias = self.call.top_k_weights, self.call.top_k_index, self.call.down_bias
-        gradient = of_activations.index_select(0, self.places).view(ids.shape)
-        if bias is not None:
-            ids = ids.long().where(self.exists, 0)
-            gradient = gradient + (widened(self.call.dy) @ widened(bias).t()).gather(1, ids)
-        return gradient.where(self.exists, 0.0).to(weights.dtype)
+        gradient = of_activations.index_select(0, self.places).view(self.exists.shape)
+        if self.call.down_bias is not None:
+            gradient = gradient + of_biases(self.call, self.call.dy)
+        return gradient.where(self.exists, 0.0).to(self.call.top_k_weights.dtype)
 
     def _gradients_of_weights(
         self, wanted: set[str], name: str, dy: Tensor, x: Tensor

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .... import library
+from ....ops.experts.rows import of_biases
 from ....ops.strides import is_transposed
 from ...common.experts.moe_experts import activation_of
 from ...common.sizes import cdiv, next_power_of_2
@@ -283,20 +284,6 @@ class _Experts:
         )  # fmt: skip
 
 
-def _add_biases(call: Any, dy: Tensor, dweights: Tensor) -> None:
-    """Add the part of the gradient of the router's weights that comes from down_bias."""
-    if call.down_bias is None:
-        return
-    bias, ids = call.down_bias.t(), call.top_k_index.long()
-    if dy.is_cuda and dy.dtype is torch.bfloat16:
-        products = torch.ops.aten.mm.dtype(dy, bias, torch.float32)
-    else:
-        products = torch.mm(dy.float(), bias.float())
-    exists = (ids >= 0) & (ids < bias.shape[1])
-    of_bias = products.gather(1, ids.where(exists, 0))
-    dweights += of_bias.where(exists, 0)
-
-
 def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
@@ -345,7 +332,8 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     experts.slopes(da, pre.contiguous(), dpre, act, dweights)
     del da
     if dtop_k_weights is not None and dweights is not None:
-        _add_biases(call, dy, dweights)
+        if call.down_bias is not None:
+            dweights += of_biases(call, dy)
         dtop_k_weights.copy_(dweights)
     if act is not None:
         experts.lora_gradients(dloras[2:], "down", dy, act, lora.u, True)

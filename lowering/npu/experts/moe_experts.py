@@ -10,6 +10,7 @@ because their weighted sum is of float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.experts import rows
+from ....record import Op
 from ...common.activations.elementwise import parts, row_stride
 from ...common.experts.moe_experts import activation_of
 from ...common.sizes import cdiv
@@ -152,17 +154,8 @@ class _Rows(rows.Rows):
         )  # fmt: skip
         return y
 
-    def activated(self, h: Tensor) -> Tensor:
-        call = self.call
-        name, options = rows.ACTIVATIONS[call.activation]
-        activate = library.OPS[name].kernels["npu"]
-        if name == "relu_squared":
-            return activate(h)
-        if name == "clamped_swiglu":
-            return activate(h, None, call.alpha, call.limit, call.up_offset, call.interleaved)
-        # The op splits halves, and a pair's gate and up are copied.
-        gate, up = (h[:, ::2], h[:, 1::2]) if call.interleaved else (h, None)
-        return activate(gate, up, *options)
+    def implementation(self, op: Op) -> Callable[..., Tensor]:
+        return op.kernels["npu"]
 
     def slopes(
         self, da: Tensor, h: Tensor, wants_act: bool, wants_dweights: bool
