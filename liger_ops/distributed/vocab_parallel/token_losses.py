@@ -6,6 +6,8 @@ all: its logits, or its weight and bias. Its targets and class weights are those
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -163,6 +165,16 @@ def losses(statistics: Statistics, tokens: Tokens, call: Any, V: int) -> tuple[T
     return token_losses(*given, call)
 
 
+def dlse_of_z_loss(call: Any, tokens: Tokens, lse: Tensor, *factors: Tensor) -> list[Tensor]:
+    """The gradient of lse from a token's z-loss, whose own is the product of the factors; none if
+    there is no z-loss."""
+    if call.lse_square_scale == 0:
+        return []
+    # The lse of an ignored token may be NaN.
+    last = torch.where(tokens.within, lse, 0.0)
+    return [functools.reduce(operator.mul, (*factors, last), 2 * call.lse_square_scale)]
+
+
 def upstream_of_shard(
     lse: Tensor, tokens: Tokens, call: Any, shard: VocabShard, dloss: Tensor | float = 1.0,
     dlses: Sequence[Tensor] = (), dtarget_logit: Tensor | None = None,
@@ -170,10 +182,8 @@ def upstream_of_shard(
     """The gradients of the results of the op of the rank's words, from that of each token's loss,
     and those of lse and target_logit that are added."""
     weights, counts = dloss * tokens.weights, dloss * tokens.counts
-    dlse = hard = (1 - call.label_smoothing) * counts
-    if call.lse_square_scale != 0:
-        # The lse of an ignored token may be NaN.
-        dlse = hard + 2 * call.lse_square_scale * counts * torch.where(tokens.within, lse, 0.0)
+    hard = (1 - call.label_smoothing) * counts
+    dlse = sum(dlse_of_z_loss(call, tokens, lse, counts), hard)
     smoothed = None
     if call.label_smoothing != 0:
         smoothed = call.label_smoothing / shard.V * weights
