@@ -15,6 +15,8 @@ from ..ops.heads.lora import lora_input
 from ..ops.losses.cross_entropy import cross_entropy, cross_entropy_forward
 from .derived import documented, no_rows, no_target
 
+__all__ = ["CrossEntropyLoss", "CrossEntropyOutput", "LinearCrossEntropyLoss"]
+
 
 class CrossEntropyOutput(NamedTuple):
     """The output of a loss module that returns more than the loss; fields not asked for are None.
