@@ -160,7 +160,7 @@ class ChunkedLoss:
         # The logits are not in memory beside the products of their gradient.
         dlogits = gradients(
             GRADIENT, call_of_logits(GRADIENT, chunk.logits.pop(), **self.options), tokens,
-            found[:2], upstream, self.shard,
+            (found.lse, found.lse_error), upstream, self.shard,
         )[0]  # fmt: skip
         assert dlogits is not None
         self.gradients.add(chunk.head, dlogits)

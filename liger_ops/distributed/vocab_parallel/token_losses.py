@@ -108,11 +108,11 @@ def local_statistics(op: Op, call: Any, tokens: Tokens | Labels, shard: VocabSha
     is."""
     with_sum = call.label_smoothing != 0
     if shard.held == 0:
-        none = shard.no_statistics(call[0], tokens.target, 3 + with_sum)
+        none = shard.no_statistics(call, tokens.target, 3 + with_sum)
         return with_target(none, 2, tokens.here)
     changed = {"gradient_mask": [False] * 5} if hasattr(call, "x") else {}
     found = op.overload(*of_shard(call, tokens, **changed))
-    loss, _, lse, target_logit, _, _, _, error = found[:8]
+    loss, _, lse, target_logit, _, _, _, error, *_ = found
     # Where all of the rank's words have -inf, so has lse.
     empty = lse == float("-inf")
     parts = [lse, error, torch.where(empty, lse, (target_logit - lse) - error)]
