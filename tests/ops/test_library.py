@@ -236,5 +236,6 @@ def test_implementation_names_the_file() -> None:
             assert (ROOT / f"{named.replace('.', '/')}.py").exists()
             # Several ops may launch the kernels of one file.
             if [*(ROOT / "lowering" / device).rglob(f"{file}.py")]:
-                assert re.fullmatch(rf"lowering\.{device}\.(\w+\.)*{KERNELS.get(file, file)}", named)
+                name_of_file = KERNELS.get(file, file)
+                assert re.fullmatch(rf"lowering\.{device}\.(\w+\.)*{name_of_file}", named)
         assert library.implementation(op, "cpu") == "definition"
