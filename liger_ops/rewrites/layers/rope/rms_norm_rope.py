@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...engine.canonical import IDENTITY, Call, calls, canonical, is_tensor, same, value
-from ...engine.canonical.call import spelled
+from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from ...engine.graph_state import GraphState
 from ...engine.outside_autocast import is_marked, mark, modes_of
 from ...engine.pattern import Pattern, last_operation
@@ -36,15 +35,6 @@ from .. import layer_norm, rms_norm
 from .rope_tables import View, viewed
 
 OP = "rms_norm_rope"
-ROPE = torch.ops.liger.rope.default
-
-
-@spelled(ROPE)
-def _rope(
-    q: Any, k: Any, cos: Any, sin: Any = None, interleaved: Any = False, per_pair: Any = False,
-    sections: Any = None, deinterleave: Any = False,
-) -> Call:  # fmt: skip
-    return Call("liger.rope", (q, k, cos, sin, interleaved, per_pair, sections, deinterleave))
 
 
 @dataclass(frozen=True)
