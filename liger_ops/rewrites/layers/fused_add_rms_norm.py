@@ -14,7 +14,7 @@ from ..engine.canonical import calls, is_tensor, same, value
 from ..engine.graph_state import GraphState
 from ..engine.outside_autocast import mark, modes_of
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, foreign, insert, items, replace, run
+from ..engine.rewrite import Refused, foreign, insert, items, replace, reported, run
 
 OP = "fused_add_rms_norm"
 
@@ -30,11 +30,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             continue
         if state.transformed(norm):
             continue
-        try:
-            with attempt(graph):
-                _fuse(norm, total, options, call.args, state, report)
-        except Refused as refused:
-            report.refused(OP, norm, str(refused))
+        with reported(graph, report, OP, norm):
+            _fuse(norm, total, options, call.args, state, report)
 
 
 def _fuse(

@@ -21,14 +21,14 @@ from ...engine.pattern import Pattern, last_operation
 from ...engine.report import Report
 from ...engine.rewrite import (
     Refused,
-    attempt,
     derive,
     emit,
     foreign,
     items,
+    match_obstacle,
     not_written_since,
-    obstacle,
     replace,
+    reported,
     runs_outside,
 )
 from .. import layer_norm, rms_norm
@@ -60,11 +60,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         call = calls(rotation, "liger.rope")
         if call is None or not rotation.users or state.transformed(rotation):
             continue
-        try:
-            with attempt(graph):
-                _fuse(rotation, call.args, state, report)
-        except Refused as refused:
-            report.refused(OP, rotation, str(refused))
+        with reported(graph, report, OP, rotation):
+            _fuse(rotation, call.args, state, report)
 
 
 def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: Report) -> None:
@@ -195,7 +192,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
             match = pattern.match(node) if pattern.op == last else None
             if match is None:
                 continue
-            why = match.difference or obstacle(match, state)
+            why = match.difference or match_obstacle(match, state)
             if why is not None:
                 difference = difference or why
                 continue
