@@ -67,7 +67,7 @@ def nodes_of(target: Any) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that the ops can compute: the nodes to replace, in no order, and options of the ops."""
+    """A loss that the ops can compute: the nodes to replace, in no order, and the ops' options."""
 
     ends: tuple[TokenTerm, ...]
     class_weight: Any = None
