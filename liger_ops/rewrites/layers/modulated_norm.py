@@ -34,10 +34,10 @@ from ..engine.rewrite import (
 NORMS = (torch.ops.liger.layer_norm.default, torch.ops.liger.rms_norm.default)
 
 
-def rewrite(norm: str, graph: fx.Graph, report: Report) -> None:
-    search = Search(graph, report, f"modulated_{norm}", shared=NORMS)
+def rewrite(of: str, graph: fx.Graph, report: Report) -> None:
+    search = Search(graph, report, f"modulated_{of}", shared=NORMS)
     found: dict[fx.Node, list[_Modulation]] = defaultdict(list)
-    for match, replacement in search.matches(SPELLINGS[norm]):
+    for match, replacement in search.matches(SPELLINGS[of]):
         try:
             modulation = _modulation_by(match, replacement, search)
         except Refused as refused:

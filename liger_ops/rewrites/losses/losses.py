@@ -129,7 +129,8 @@ def read(node: fx.Node) -> Loss:
 def called(node: fx.Node, call: Call, tempered: bool = False) -> TokenTerm:
     """The loss of a call of a loss function; raises Refused if its input is not that of the ops."""
     logits, target, _, ignore_index, *_ = call.args
-    start, inner = of_classes(logits, target, tempered), ()
+    inner: tuple[fx.Node, ...] = ()
+    start = of_classes(logits, target, tempered)
     if call.op == "nll_loss":
         way = way_of(start)
         if way is None or way.op != "log_softmax" or way.negative:

@@ -119,7 +119,7 @@ def _compute(node: fx.Node, recipe: Recipe, data: Sequence[fx.Node], last: fx.No
         traced.shape, traced.dtype, traced.device,
     ):  # fmt: skip
         raise AssertionError(f"a mask of {example.shape} in the place of one of {traced.shape}")
-    place = inputs_of(node.graph.owning_module).index(node)
+    place = node.graph.find_nodes(op="placeholder").index(node)
     node.replace_all_uses_with(made)
     made.meta[_INSTEAD_OF] = place
 
