@@ -166,3 +166,11 @@ def test_a_gradient_that_there_is_not_is_refused() -> None:
         liger_ops.linear_cross_entropy_forward(
             x, weight, target, gradient_mask=[False, False, True, False, False]
         )
+
+
+def test_a_gradient_of_a_bias_that_there_is_not_is_refused() -> None:
+    rows = torch.zeros(2)
+    tensors = (rows, None, None, X, WEIGHT, TARGET, None, rows, rows, rows)
+    options = (1.0, None, 1.0, -100, None, None, [True, True, True, False, False])
+    with pytest.raises(ValueError, match=r"output_mask\[2\] must be False without a bias"):
+        torch.ops.liger.linear_log_prob_backward(*tensors, *options)
