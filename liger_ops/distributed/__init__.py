@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from .process_group.top_k_divergence import linear_top_k_divergence
 
 __all__ = [
-    "cross_entropy",
-    "divergence",
-    "linear_cross_entropy",
-    "linear_divergence",
-    "linear_log_prob",
-    "linear_top_k_divergence",
-    "log_prob",
-]
+    "cross_entropy", "divergence", "linear_cross_entropy", "linear_divergence", "linear_log_prob",
+    "linear_top_k_divergence", "log_prob",
+]  # fmt: skip
 
 _registered = False
 

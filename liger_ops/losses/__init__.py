@@ -22,23 +22,8 @@ from .reference_free import cpo_loss, orpo_loss, simpo_loss
 from .sequences import sequence_log_prob
 
 __all__ = [
-    "LinearCPOLoss",
-    "LinearDPOLoss",
-    "LinearGRPOLoss",
-    "LinearKTOLoss",
-    "LinearORPOLoss",
-    "LinearSimPOLoss",
-    "PolicyOutput",
-    "PreferenceOutput",
-    "UnpairedPreferenceOutput",
-    "cpo_loss",
-    "dpo_loss",
-    "entropy_threshold",
-    "grpo_loss",
-    "kto_kl",
-    "kto_loss",
-    "off_policy_mask",
-    "orpo_loss",
-    "sequence_log_prob",
-    "simpo_loss",
-]
+    "LinearCPOLoss", "LinearDPOLoss", "LinearGRPOLoss", "LinearKTOLoss", "LinearORPOLoss",
+    "LinearSimPOLoss", "PolicyOutput", "PreferenceOutput", "UnpairedPreferenceOutput", "cpo_loss",
+    "dpo_loss", "entropy_threshold", "grpo_loss", "kto_kl", "kto_loss", "off_policy_mask",
+    "orpo_loss", "sequence_log_prob", "simpo_loss",
+]  # fmt: skip

@@ -12,6 +12,8 @@ from ..ops.activations.relu_squared import relu_squared
 from ..ops.activations.swiglu import swiglu
 from .derived import Options, documented, no_rows
 
+__all__ = ["GEGLU", "ClampedSwiGLU", "ReLUSquared", "SwiGLU"]
+
 
 class _GateOptions(Options):
     def _check(self) -> None:

@@ -14,6 +14,8 @@ from ..ops.attention.neighborhood_attention import neighborhood_attention
 from ..ops.attention.windows import per_dimension
 from .derived import Options, check_size, documented, named
 
+__all__ = ["AttnRes", "MultiTokenAttention", "NeighborhoodAttention"]
+
 
 @documented(neighborhood_attention)
 @dataclass(eq=False, repr=False)

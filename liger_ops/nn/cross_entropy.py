@@ -15,6 +15,8 @@ from ..ops.heads.lora import lora_input
 from ..ops.losses.cross_entropy import cross_entropy, cross_entropy_forward
 from .derived import documented, no_rows, no_target
 
+__all__ = ["CrossEntropyLoss", "CrossEntropyOutput", "LinearCrossEntropyLoss"]
+
 
 class CrossEntropyOutput(NamedTuple):
     """The output of a loss module that returns more than the loss; fields not asked for are None.
@@ -79,8 +81,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         items = items_on(input.device, num_items_in_batch)
         arguments: tuple[Any, ...] = (input, target, self.weight, token_weight, items)
         arguments = (*arguments, *self._options, self.wants_predicted, self.return_entropy)
-        outputs = cross_entropy_forward(*arguments)
-        return self._output(target, outputs) if self.has_parts else outputs[0]
+        return self._output(target, cross_entropy_forward(*arguments))
 
     @property
     def _options(self) -> tuple[Any, ...]:
@@ -99,8 +100,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         """Whether the result is a CrossEntropyOutput."""
         return self.return_z_loss or self.wants_predicted or self.return_entropy
 
-    def _output(self, target: Tensor, outputs: tuple[Any, ...]) -> CrossEntropyOutput:
+    def _output(self, target: Tensor, outputs: tuple[Any, ...]) -> Tensor | CrossEntropyOutput:
         loss, z_loss, _, _, _, predicted_tokens, entropy, *_ = outputs
+        if not self.has_parts:
+            return loss
         accuracy = None
         if self.return_token_accuracy and predicted_tokens is not None:
             accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from ..ops.embedding import embedding
 from .derived import documented
 
+__all__ = ["Embedding"]
+
 
 @documented(embedding)
 class Embedding(nn.Embedding):

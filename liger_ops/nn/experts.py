@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from ..ops.experts.moe_experts import moe_experts
 from .derived import check_size, documented, named
 
+__all__ = ["MoEExperts"]
+
 
 @documented(moe_experts)
 class MoEExperts(nn.Module):

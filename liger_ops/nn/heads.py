@@ -17,6 +17,8 @@ from ..ops.heads.linear_top_k_divergence import linear_top_k_divergence
 from .derived import documented, no_rows, no_target
 from .losses import LossOptions
 
+__all__ = ["LinearDivergence", "LinearLogProb", "LinearTopKDivergence"]
+
 
 @documented(linear_log_prob)
 @dataclass(eq=False, repr=False)

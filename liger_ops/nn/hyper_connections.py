@@ -12,6 +12,8 @@ from ..ops.hyper_connections.mhc_post_res import mhc_post_res
 from ..ops.hyper_connections.mhc_pre import mhc_pre
 from .derived import check_size, documented, named
 
+__all__ = ["MHC", "MHCCoeffs", "MHCPostRes", "MHCPre"]
+
 
 @documented(mhc_coeffs)
 class MHCCoeffs(nn.Module):

@@ -13,6 +13,8 @@ from ..ops.norms.modulated_layer_norm import modulated_layer_norm
 from .derived import check_size, documented, named, no_rows
 from .norms import OptionalWeight
 
+__all__ = ["GroupNorm", "LayerNorm", "ModulatedLayerNorm"]
+
 
 @documented(layer_norm, input="x")
 class LayerNorm(nn.LayerNorm):

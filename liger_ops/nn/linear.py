@@ -12,6 +12,8 @@ from ..ops.activations.tiled_mlp import tiled_mlp
 from ..ops.lora_linear import lora_linear
 from .derived import check_size, documented, named
 
+__all__ = ["LoRALinear", "Tiled", "TiledMLP"]
+
 
 @documented(lora_linear)
 class LoRALinear(nn.Linear):

@@ -15,6 +15,8 @@ from ..ops.losses.router_losses import router_losses
 from ..ops.losses.tvd import tvd
 from .derived import Options, documented, no_rows, no_target
 
+__all__ = ["JSD", "TVD", "Divergence", "KLDiv", "LogProb", "RouterLosses"]
+
 
 class LossOptions(Options):
     """The options of a loss, of which repr shows those that differ from their defaults. By default
@@ -142,7 +144,7 @@ class RouterLosses(LossOptions):
     top_k: int
 
     def _check(self) -> None:
-        self([no_rows(self.top_k)])
+        self([no_rows(max(self.top_k, 1))])
 
     def forward(
         self, gate_logits: list[Tensor], token_weight: Tensor | None = None

@@ -9,6 +9,8 @@ from ..ops.norms.dyt import dyt
 from ..ops.norms.poly_norm import poly_norm
 from .derived import check_size, documented, no_rows
 
+__all__ = ["DyT", "PolyNorm"]
+
 
 @documented(dyt)
 class DyT(nn.Module):

@@ -11,6 +11,8 @@ from ..ops.norms.modulated_rms_norm import modulated_rms_norm
 from ..ops.norms.rms_norm import rms_norm
 from .derived import check_size, documented, named, no_rows
 
+__all__ = ["FusedAddRMSNorm", "GatedRMSNorm", "ModulatedRMSNorm", "RMSNorm"]
+
 
 class OptionalWeight(nn.Module):
     """What the modules of a norm with an optional weight share."""

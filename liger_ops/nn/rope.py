@@ -12,6 +12,8 @@ from ..ops.rope.rms_norm_rope import rms_norm_rope
 from ..ops.rope.rope import rope
 from .derived import Options, check_size, documented, named
 
+__all__ = ["RMSNormRope", "Rope"]
+
 
 @documented(rope)
 @dataclass(eq=False, repr=False)

@@ -13,6 +13,8 @@ from ..ops.softmax.softmax import softmax
 from ..ops.softmax.sparsemax import sparsemax
 from .derived import Options, documented
 
+__all__ = ["LogSoftmax", "Softmax", "Sparsemax"]
+
 
 @documented(softmax, input="x")
 class Softmax(nn.Softmax):

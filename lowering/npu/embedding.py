@@ -16,12 +16,8 @@ from ..common.sizes import cdiv
 from . import tiling
 from .tiling import COSTS, Cost, Plan, launch
 
-COSTS.update(
-    {
-        # (1, 8192): 100%, and an overflow on CANN 8.5.0.
-        "embedding_backward": Cost({}, {2: 24.1, 4: 24.1}),
-    }
-)
+# (1, 8192): 100%, and an overflow on CANN 8.5.0.
+COSTS["embedding_backward"] = Cost({}, {2: 24.1, 4: 24.1})
 
 
 @triton.jit(do_not_specialize=["n", "chunks"])

@@ -29,6 +29,7 @@ from .token_losses import (
     Statistics,
     Tokens,
     call_of_logits,
+    dlse_of_z_loss,
     gradients,
     local_statistics,
     losses,
@@ -88,9 +89,8 @@ def _upstream(call: Any, tokens: Tokens, shard: VocabShard) -> Any:
         None if grad is None else torch.where(within, grad.to(lse.dtype), 0.0) for grad in per_token
     )
     dlses, dtarget_logit = [], None
-    if dz_loss is not None and call.lse_square_scale != 0:
-        factor = 2 * call.lse_square_scale * dz_loss * tokens.counts
-        dlses.append(factor * torch.where(within, lse, 0.0))
+    if dz_loss is not None:
+        dlses += dlse_of_z_loss(call, tokens, lse, dz_loss, tokens.counts)
     if call.dlse is not None:
         dlses.append(call.dlse.to(lse.dtype))
     if call.dtarget_logit is not None:
@@ -160,7 +160,7 @@ class ChunkedLoss:
         # The logits are not in memory beside the products of their gradient.
         dlogits = gradients(
             GRADIENT, call_of_logits(GRADIENT, chunk.logits.pop(), **self.options), tokens,
-            found[:2], upstream, self.shard,
+            (found.lse, found.lse_error), upstream, self.shard,
         )[0]  # fmt: skip
         assert dlogits is not None
         self.gradients.add(chunk.head, dlogits)

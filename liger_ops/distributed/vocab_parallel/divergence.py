@@ -122,5 +122,6 @@ def _cosines(ranks: Sequence[Tensor]) -> Found:
     student_norms, teacher_norms, cosines = ranks
     parts = [n.masked_fill(n == float("inf"), 0.0) for n in (student_norms, teacher_norms)]
     norms = [norm_of(n.movedim(0, -1)) for n in parts]
-    cosine = (cosines * (parts[0] / norms[0]) * (parts[1] / norms[1])).sum(0)
+    of_student, of_teacher = (part / norm for part, norm in zip(parts, norms, strict=True))
+    cosine = (cosines * of_student * of_teacher).sum(0)
     return Found(1 - cosine, cosine, *norms, *(torch.zeros_like(cosine) for _ in norms))

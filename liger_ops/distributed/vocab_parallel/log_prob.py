@@ -54,7 +54,7 @@ def _local(op: Op, own: Any, here: Tensor, shard: VocabShard) -> Tensor:
     """(4, ...): lse and its error, the target's logit relative to lse and the entropy, of the
     rank's words."""
     if shard.held == 0:
-        return with_target(shard.no_statistics(own[0], own.target, 4), 2, here)
+        return with_target(shard.no_statistics(own, own.target, 4), 2, here)
     log_prob, entropy, lse, *_, error = op.overload(*own)
     # If all of the rank's words have -inf, so has the target, and log_prob is NaN.
     log_prob = torch.where(lse == float("-inf"), lse, log_prob)

@@ -66,8 +66,9 @@ class VocabShard(NamedTuple):
         padded = torch.nn.functional.pad(class_weight.to(dtype), (0, missing))
         return padded.view(self.ranks, self.most).sum(-1)
 
-    def no_statistics(self, x: Tensor, target: Tensor, count: int) -> Tensor:
+    def no_statistics(self, call: Any, target: Tensor, count: int) -> Tensor:
         """The statistics of a rank without words: lse, which is -inf, and zeros."""
+        x = call.x if hasattr(call, "x") else call.logits
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         zeros = x.new_zeros((count, *target.shape), dtype=dtype)
         return torch.cat([torch.full_like(zeros[:1], float("-inf")), zeros[1:]])

@@ -6,6 +6,8 @@ all: its logits, or its weight and bias. Its targets and class weights are those
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,11 +108,11 @@ def local_statistics(op: Op, call: Any, tokens: Tokens | Labels, shard: VocabSha
     is."""
     with_sum = call.label_smoothing != 0
     if shard.held == 0:
-        none = shard.no_statistics(call[0], tokens.target, 3 + with_sum)
+        none = shard.no_statistics(call, tokens.target, 3 + with_sum)
         return with_target(none, 2, tokens.here)
     changed = {"gradient_mask": [False] * 5} if hasattr(call, "x") else {}
     found = op.overload(*of_shard(call, tokens, **changed))
-    loss, _, lse, target_logit, _, _, _, error = found[:8]
+    loss, _, lse, target_logit, _, _, _, error, *_ = found
     # Where all of the rank's words have -inf, so has lse.
     empty = lse == float("-inf")
     parts = [lse, error, torch.where(empty, lse, (target_logit - lse) - error)]
@@ -163,6 +165,16 @@ def losses(statistics: Statistics, tokens: Tokens, call: Any, V: int) -> tuple[T
     return token_losses(*given, call)
 
 
+def dlse_of_z_loss(call: Any, tokens: Tokens, lse: Tensor, *factors: Tensor) -> list[Tensor]:
+    """The gradient of lse from a token's z-loss, whose own is the product of the factors; none if
+    there is no z-loss."""
+    if call.lse_square_scale == 0:
+        return []
+    # The lse of an ignored token may be NaN.
+    last = torch.where(tokens.within, lse, 0.0)
+    return [functools.reduce(operator.mul, (*factors, last), 2 * call.lse_square_scale)]
+
+
 def upstream_of_shard(
     lse: Tensor, tokens: Tokens, call: Any, shard: VocabShard, dloss: Tensor | float = 1.0,
     dlses: Sequence[Tensor] = (), dtarget_logit: Tensor | None = None,
@@ -170,10 +182,8 @@ def upstream_of_shard(
     """The gradients of the results of the op of the rank's words, from that of each token's loss,
     and those of lse and target_logit that are added."""
     weights, counts = dloss * tokens.weights, dloss * tokens.counts
-    dlse = hard = (1 - call.label_smoothing) * counts
-    if call.lse_square_scale != 0:
-        # The lse of an ignored token may be NaN.
-        dlse = hard + 2 * call.lse_square_scale * counts * torch.where(tokens.within, lse, 0.0)
+    hard = (1 - call.label_smoothing) * counts
+    dlse = sum(dlse_of_z_loss(call, tokens, lse, counts), hard)
     smoothed = None
     if call.label_smoothing != 0:
         smoothed = call.label_smoothing / shard.V * weights

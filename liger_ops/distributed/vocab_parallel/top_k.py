@@ -45,7 +45,7 @@ def _of_this_rank(
     error."""
     ids = call.teacher_ids
     if shard.held == 0:
-        none, error = shard.no_statistics(call.x, ids[..., 0], 2)
+        none, error = shard.no_statistics(call, ids[..., 0], 2)
         return torch.zeros_like(ids, dtype=none.dtype), none, error
     # The op takes a token that lists no word for one that does not count. Where all listed words
     # are other ranks', the rank's first word is listed in the place of one of them.

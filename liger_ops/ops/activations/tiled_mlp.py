@@ -126,29 +126,31 @@ def tiled_mlp_forward(call: Any) -> Tensor:
 )
 def tiled_mlp_backward(call: Any) -> Any:
     """The gradient of `tiled_mlp`, from x: gate and up are computed again, a tile at a time."""
-    dy, x, gate_weight, up_weight, down_weight, *given, activation, tile_rows, output_mask = call
-    op, options = ACTIVATIONS[activation]
+    op, options = ACTIVATIONS[call.activation]
     gated, gated_backward = (library.OPS[n].definition for n in (op, f"{op}_backward"))
-    rows, upstream = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    rows, upstream = (t.reshape(-1, t.shape[-1]) for t in (call.x, call.dy))
+    of_x, *others = call.output_mask
+    of_weights, of_biases = others[:3], others[3:]
+    given = (call.gate_bias, call.up_bias, call.down_bias)
     drows: list[Tensor] = []
     # The weights' gradients: gate, up and down; sums over the tiles.
     weights: list[Tensor | None] = [None] * 3
     biases: list[Tensor | None] = [None] * 3
-    for tile in tiles_of(rows, gate_weight, tile_rows):
-        gate = F.linear(rows[tile], gate_weight, given[0])
-        up = F.linear(rows[tile], up_weight, given[1])
-        dh = upstream[tile] @ down_weight
+    for tile in tiles_of(rows, call.gate_weight, call.tile_rows):
+        gate = F.linear(rows[tile], call.gate_weight, call.gate_bias)
+        up = F.linear(rows[tile], call.up_weight, call.up_bias)
+        dh = upstream[tile] @ call.down_weight
         dgate, dup = gated_backward(dh, gate, up, *options, [True, True])
-        if output_mask[0]:
-            drows.append(torch.addmm(dgate @ gate_weight, dup, up_weight))
+        if of_x:
+            drows.append(torch.addmm(dgate @ call.gate_weight, dup, call.up_weight))
         inputs = (rows[tile], rows[tile], gated(gate, up, *options))
         for i, (outer, inner) in enumerate(zip((dgate, dup, upstream[tile]), inputs, strict=True)):
-            if output_mask[1 + i]:
+            if of_weights[i]:
                 weights[i] = _sum(weights[i], widened(outer).t() @ widened(inner))
-            if output_mask[4 + i] and given[i] is not None:
+            if of_biases[i] and given[i] is not None:
                 biases[i] = _sum(biases[i], widened(outer).sum(0))
-    dx = torch.cat(drows).reshape(x.shape) if output_mask[0] else None
-    sums = [None if total is None else total.to(x.dtype) for total in (*weights, *biases)]
+    dx = torch.cat(drows).reshape(call.x.shape) if of_x else None
+    sums = [None if total is None else total.to(call.x.dtype) for total in (*weights, *biases)]
     return (dx, *sums)
 
 

@@ -154,13 +154,13 @@ def values_of(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The divergence and the cross-entropy of each token, and the statistics."""
     z, teacher_z = _effective(call, student, teacher, target)
-    results = _DIVERGENCE(target=target, **_of_divergence(call, z, teacher_z))
-    loss, of_labels = None, [torch.zeros_like(results[0])] * 2
+    divergence, *others = _DIVERGENCE(target=target, **_of_divergence(call, z, teacher_z))
+    loss, of_labels = None, [torch.zeros_like(divergence)] * 2
     if target is not None:
         loss, _, lse, *_, error = _LOSS(z, target, ignore_index=call.ignore_index, reduction="none")
         ignored = target == call.ignore_index
-        of_labels = [torch.where(ignored, 0.0, x).to(results[0].dtype) for x in (lse, error)]
-    return results[0], loss, torch.stack([*results, *of_labels]).detach()
+        of_labels = [torch.where(ignored, 0.0, x).to(divergence.dtype) for x in (lse, error)]
+    return divergence, loss, torch.stack([divergence, *others, *of_labels]).detach()
 
 
 def entropy_of(call: Any, student: Tensor, target: Tensor | None) -> Tensor:

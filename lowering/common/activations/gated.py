@@ -31,25 +31,18 @@ def register(
 ) -> None:
     """Register launch(activation, y, gate, up, plan) and launch_backward(activation, dy, gate, up,
     dgate, dup, plan) of a device, with tensors of (M, N)."""
-    for name in ACTIVATIONS:
-        _register(name, device, launch, launch_backward)
+    for name, activation_of in ACTIVATIONS.items():
 
+        @library.kernel(name, device, module=launch.__module__)
+        def forward(call, y, plan, activation_of=activation_of):
+            activation = activation_of(call)
+            gate, up = parts(call.gate, call.up, activation.interleaved)
+            launch(activation, *as_rows(y, gate, up), plan)
 
-def _register(
-    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
-) -> None:
-    module = launch.__module__
-
-    @library.kernel(name, device, module=module)
-    def forward(call, y, plan):
-        activation = ACTIVATIONS[name](call)
-        gate, up = parts(call.gate, call.up, activation.interleaved)
-        launch(activation, *as_rows(y, gate, up), plan)
-
-    @library.kernel(f"{name}_backward", device, module=module)
-    def backward(call, dgate, dup, plan):
-        activation = ACTIVATIONS[name](call)
-        gate, up = parts(call.gate, call.up, activation.interleaved)
-        if call.up is None:
-            dgate, dup = parts(dgate, None, activation.interleaved)
-        launch_backward(activation, *as_rows(call.dy, gate, up, dgate, dup), plan=plan)
+        @library.kernel(f"{name}_backward", device, module=launch.__module__)
+        def backward(call, dgate, dup, plan, activation_of=activation_of):
+            activation = activation_of(call)
+            gate, up = parts(call.gate, call.up, activation.interleaved)
+            if call.up is None:
+                dgate, dup = parts(dgate, None, activation.interleaved)
+            launch_backward(activation, *as_rows(call.dy, gate, up, dgate, dup), plan=plan)

@@ -30,36 +30,28 @@ def register(
     else (M,) for the sum of each row. grad: (M, V) of any strides, or (), with the reduction's
     factor included.
     """
-    for name in FORMS:
-        _register(name, device, launch, launch_backward)
+    for name, form_of in FORMS.items():
 
+        @library.kernel(name, device, module=launch.__module__)
+        def forward(call, loss, plan, form_of=form_of):
+            form = form_of(call)
+            if form.reduction == "none":
+                launch(form, _within(form), loss.view(-1, loss.shape[-1]), plan)
+                return
+            V = form.x.shape[-1]
+            of_rows = loss.new_empty(form.x.numel() // V)
+            launch(form, _within(form), of_rows, plan)
+            torch.sum(of_rows, 0, out=loss)
+            loss.div_(form.divisor)
 
-def _register(
-    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
-) -> None:
-    module = launch.__module__
-
-    @library.kernel(name, device, module=module)
-    def forward(call, loss, plan):
-        form = FORMS[name](call)
-        if form.reduction == "none":
-            launch(form, _within(form), loss.view(-1, loss.shape[-1]), plan)
-            return
-        V = form.x.shape[-1]
-        of_rows = loss.new_empty(form.x.numel() // V)
-        launch(form, _within(form), of_rows, plan)
-        torch.sum(of_rows, 0, out=loss)
-        loss.div_(form.divisor)
-
-    @library.kernel(f"{name}_backward", device, module=module)
-    def backward(call, dx, dy, plan):
-        form = FORMS[name](call)
-        grad = call.dloss
-        if form.reduction == "none":
-            grad = grad.reshape(-1, grad.shape[-1])
-        else:
-            grad = grad.float() / form.divisor
-        launch_backward(form, _within(form), grad, dx, dy, plan)
+        @library.kernel(f"{name}_backward", device, module=launch.__module__)
+        def backward(call, dx, dy, plan, form_of=form_of):
+            form, grad = form_of(call), call.dloss
+            if form.reduction == "none":
+                grad = grad.reshape(-1, grad.shape[-1])
+            else:
+                grad = grad.float() / form.divisor
+            launch_backward(form, _within(form), grad, dx, dy, plan)
 
 
 def _within(form: Form) -> Tensor | None:

@@ -13,18 +13,11 @@ def register(
     """Register launch(x, y, log, plan) and launch_backward(dy, y, dx, log, plan) of a device; `log`
     is whether to compute log_softmax."""
     for name in ("softmax", "log_softmax"):
-        _register(name, device, launch, launch_backward)
 
+        @library.kernel(name, device, module=launch.__module__)
+        def forward(call, y, plan, log=name == "log_softmax"):
+            launch(call.x, y, log, plan)
 
-def _register(
-    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
-) -> None:
-    log, module = name == "log_softmax", launch.__module__
-
-    @library.kernel(name, device, module=module)
-    def forward(call, y, plan):
-        launch(call.x, y, log, plan)
-
-    @library.kernel(f"{name}_backward", device, module=module)
-    def backward(call, dx, plan):
-        launch_backward(call.dy, call.y, dx, log, plan)
+        @library.kernel(f"{name}_backward", device, module=launch.__module__)
+        def backward(call, dx, plan, log=name == "log_softmax"):
+            launch_backward(call.dy, call.y, dx, log, plan)

@@ -91,11 +91,7 @@ def loss_and_gradient(
     plan = plan or plan_forward(logits, gradient)
     weight, target, *others = tokens
     arguments = (logits, target, weight, _class_weight_sum(call, weight), *others)
-    scalars = (
-        V, logits.stride(0), call.ignore_index, call.label_smoothing or None,
-        call.lse_square_scale or None, call.softcap,
-        None if call.logit_scale == 1 else call.logit_scale,
-    )  # fmt: skip
+    scalars = (V, logits.stride(0), *_options(call))
     if isinstance(plan, WholeRow):
         args = (*arguments, M, *scalars)
         launch_whole_rows(cross_entropy_kernel, plan, logits, *args, GRADIENT=gradient)
@@ -133,9 +129,7 @@ def gradient(
         tokens.token_weight, tokens.lse, tokens.lse_error, tokens.entropy, dlogits,
         M, V,
         *(0 if grad is None else grad.stride(0) for grad in upstream),
-        logits.stride(0), dlogits.stride(0),
-        call.ignore_index, call.label_smoothing or None, call.lse_square_scale or None,
-        call.softcap, None if call.logit_scale == 1 else call.logit_scale,
+        logits.stride(0), dlogits.stride(0), *_options(call),
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, NUM_STAGES=1, num_warps=plan.num_warps,
     )  # fmt: skip
 
@@ -160,6 +154,14 @@ def reduce(
         num_warps=1024 // WARP_SIZE, **dependent_launch(tokens.target),
         # The assertion is compiled under debug, which would check integers for overflow too.
         debug=True, sanitize_overflow=False,
+    )  # fmt: skip
+
+
+def _options(call: Any) -> tuple[Any, ...]:
+    """The scalars of a kernel, of which None has no code."""
+    return (
+        call.ignore_index, call.label_smoothing or None, call.lse_square_scale or None,
+        call.softcap, None if call.logit_scale == 1 else call.logit_scale,
     )  # fmt: skip
 
 

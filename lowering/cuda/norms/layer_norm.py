@@ -13,10 +13,8 @@ from ..launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows
 from .layer_norm_two_pass import launch_two_pass, plan_two_pass
 from .layer_norm_whole_row import launch_whole_rows_backward, layer_norm_kernel
 from .modulation import constants_of
-from .norm_backward import NormBackward, plan_whole_rows_backward
-from .norm_backward_launch import launch_backward
-from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
-from .norm_backward_two_pass import LAYER_NORM, TwoPassBackward, plan_two_pass_backward
+from .norm_backward import NormBackward
+from .norm_backward_launch import launch_backward, plan_with_both_sums
 
 
 def plan_forward(x: Tensor) -> WholeRow | TwoPass:
@@ -27,16 +25,6 @@ def plan_forward(x: Tensor) -> WholeRow | TwoPass:
     if x.shape[1] <= 16384:
         return plan_whole_rows(x.shape[1], 512, thread_elements=64 // x.element_size())
     return plan_two_pass(x)
-
-
-def plan_backward(x: Tensor) -> WholeRow | TwoPassBackward | TwoKernel:
-    """A whole row of 16384 does not fit in registers beside both sums: 8192 of them take 0.31 ms at
-    the least, and 0.23 in two passes.
-    """
-    if x.shape[1] <= 8192:
-        return plan_whole_rows_backward(x, loads=2)
-    plan = plan_two_pass_backward(x, LAYER_NORM)
-    return plan or plan_two_kernels(x)
 
 
 def launch_layer_norm(
@@ -54,7 +42,7 @@ def launch_layer_norm(
 
 
 def launch_layer_norm_backward(norm: NormBackward, plan: Plan | None) -> None:
-    launch_backward(norm, plan, lambda: plan_backward(norm.x), launch_whole_rows_backward)
+    launch_backward(norm, plan, lambda: plan_with_both_sums(norm.x), launch_whole_rows_backward)
 
 
 register("cuda", launch_layer_norm, launch_layer_norm_backward, NormBackward, rows)

@@ -11,10 +11,9 @@ from ...common.norms.rms_norm import register, rms_mode
 from ...common.sizes import next_power_of_2
 from ...common.tensors import contiguous
 from ..launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
-from .layer_norm import plan_backward as layer_norm_plan
 from .modulation import constants_of
 from .norm_backward import NormBackward, plan_whole_rows_backward
-from .norm_backward_launch import launch_backward
+from .norm_backward_launch import launch_backward, plan_with_both_sums
 from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
 from .norm_backward_two_pass import (
     RMS_NORM,
@@ -45,7 +44,7 @@ def plan_backward(
     With the sums of dy, of a modulated norm, a program has as many registers left as in layer_norm.
     """
     if has_sums:
-        return layer_norm_plan(x)
+        return plan_with_both_sums(x)
     if next_power_of_2(x.shape[1]) * x.element_size() <= 32768:
         return plan_whole_rows_backward(x, 2 if ds is None else 3)
     table = RMS_NORM if ds is None else RMS_NORM_WITH_DS

@@ -11,14 +11,10 @@ from ...common.triton_math import relu
 from ..tiling import COSTS, Cost
 from .elementwise import launch_tiles, load, place, store, tiles
 
-COSTS.update(
-    {
-        # (1, 8192): 50.0% | 33.3%.
-        "relu_squared": Cost({}, {2: 12.1, 4: 8.1}),
-        # (1, 8192): 83.3% | 66.7%.
-        "relu_squared_backward": Cost({}, {2: 20.1, 4: 16.1}),
-    }
-)
+# (1, 8192): 50.0% | 33.3%.
+COSTS["relu_squared"] = Cost({}, {2: 12.1, 4: 8.1})
+# (1, 8192): 83.3% | 66.7%.
+COSTS["relu_squared_backward"] = Cost({}, {2: 20.1, 4: 16.1})
 
 
 @triton.jit(do_not_specialize=["M"])

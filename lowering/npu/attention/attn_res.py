@@ -22,13 +22,9 @@ from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tiling import COSTS, Cost, Plan, launch
 
-COSTS.update(
-    {
-        "attn_res": Cost({2: 43.1, 4: 43.1}, {2: 43.1, 4: 43.1}),
-        # (1, 4096): 91.7%, and an overflow on CANN 8.5.0.
-        "attn_res_backward": Cost({2: 45.9, 4: 45.9}, {2: 45.9, 4: 45.9}),
-    }
-)
+COSTS["attn_res"] = Cost({2: 43.1, 4: 43.1}, {2: 43.1, 4: 43.1})
+# (1, 4096): 91.7%, and an overflow on CANN 8.5.0.
+COSTS["attn_res_backward"] = Cost({2: 45.9, 4: 45.9}, {2: 45.9, 4: 45.9})
 
 
 @triton.jit(do_not_specialize=["blocks", "M"])

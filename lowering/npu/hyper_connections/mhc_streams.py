@@ -22,18 +22,14 @@ from .. import tiling
 from ..tile import remaining
 from ..tiling import COSTS, Cost, Plan, launch
 
-COSTS.update(
-    {
-        # 4 x 1024: 29.3%.
-        "mhc_pre": Cost({}, {2: 40.0, 4: 40.0}),
-        # 4 x 1024: 41.9%.
-        "mhc_pre_backward": Cost({}, {2: 40.0, 4: 40.0}),
-        # 4 x 1024: 43.9%.
-        "mhc_post_res": Cost({}, {2: 40.0, 4: 40.0}),
-        # 4 x 512: 47.0%. 64 x 32: 73.7%, with a matrix of 64 x 64 beside the tiles.
-        "mhc_post_res_backward": Cost({}, {2: 60.0, 4: 60.0}),
-    }
-)
+# 4 x 1024: 29.3%.
+COSTS["mhc_pre"] = Cost({}, {2: 40.0, 4: 40.0})
+# 4 x 1024: 41.9%.
+COSTS["mhc_pre_backward"] = Cost({}, {2: 40.0, 4: 40.0})
+# 4 x 1024: 43.9%.
+COSTS["mhc_post_res"] = Cost({}, {2: 40.0, 4: 40.0})
+# 4 x 512: 47.0%. 64 x 32: 73.7%, with a matrix of 64 x 64 beside the tiles.
+COSTS["mhc_post_res_backward"] = Cost({}, {2: 60.0, 4: 60.0})
 
 
 @triton.jit(do_not_specialize=["M"])

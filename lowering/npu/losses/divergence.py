@@ -19,19 +19,15 @@ from ..tile import load, load_logits, online_updated, remaining, tile_offsets, w
 from ..tiling import COSTS, Cost, Plan, launch
 from .cosine import cosines
 
-COSTS.update(
-    {
-        # For jsd and tvd, which take most. whole (1, 1024): 47.1%, (1, 2048): 93.2%.
-        # wide (1, 2048): 63.8% | 75.3%.
-        "divergence": Cost({2: 90.0, 4: 90.0}, {2: 61.3, 4: 72.3}),
-        # (1, 2048): 79.5% | 87.8%, (2, 512): 56.1% | 56.1%, (64, 16): 62.6% in bf16.
-        # With both caps.
-        "divergence_capped": Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 150.0}),
-        "divergence_backward": Cost({2: 76.4, 4: 84.3}, {2: 76.4, 4: 84.3}),
-        # With both caps and the cross-entropy of labels.
-        "divergence_options_backward": Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 150.0}),
-    }
-)
+# For jsd and tvd, which take most. whole (1, 1024): 47.1%, (1, 2048): 93.2%.
+# wide (1, 2048): 63.8% | 75.3%.
+COSTS["divergence"] = Cost({2: 90.0, 4: 90.0}, {2: 61.3, 4: 72.3})
+# (1, 2048): 79.5% | 87.8%, (2, 512): 56.1% | 56.1%, (64, 16): 62.6% in bf16.
+# With both caps.
+COSTS["divergence_capped"] = Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 150.0})
+COSTS["divergence_backward"] = Cost({2: 76.4, 4: 84.3}, {2: 76.4, 4: 84.3})
+# With both caps and the cross-entropy of labels.
+COSTS["divergence_options_backward"] = Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 150.0})
 
 
 @triton.jit

@@ -21,24 +21,16 @@ from ..tiling import COSTS, Cost, Kept, launch
 from . import group_pieces, group_resident, layer_norm
 from .norm_backward import NormBackward
 
-COSTS.update(
-    {
-        # whole 4096 elements: 84.9% | 76.6%. wide (1, 4096): 75.1% | 75.1%.
-        # kept (64, 256) in pieces of 1024: 53.3% | 84.5%, (32, 1024) of 1024: 87.7%.
-        "group_norm": Cost(
-            {2: 41.0, 4: 37.0},
-            {2: 36.1, 4: 36.1},
-            kept=(Kept({2: 4.14, 4: 8.14}, {2: 38.4, 4: 34.3}),),
-        ),
-        # whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow.
-        # wide (1, 2048): 85.6%, (1, 4096): overflow.
-        # kept (16, 512) in pieces of 1024: 62.2% | 98.6%, (64, 256) of 1024: 95.0% | overflow.
-        "group_norm_backward": Cost(
-            {2: 37.0, 4: 33.0},
-            {2: 82.3, 4: 82.3},
-            kept=(Kept({2: 8.2, 4: 16.2}, {2: 54.3, 4: 60.0}),),
-        ),
-    }
+# whole 4096 elements: 84.9% | 76.6%. wide (1, 4096): 75.1% | 75.1%.
+# kept (64, 256) in pieces of 1024: 53.3% | 84.5%, (32, 1024) of 1024: 87.7%.
+COSTS["group_norm"] = Cost(
+    {2: 41.0, 4: 37.0}, {2: 36.1, 4: 36.1}, kept=(Kept({2: 4.14, 4: 8.14}, {2: 38.4, 4: 34.3}),)
+)
+# whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow.
+# wide (1, 2048): 85.6%, (1, 4096): overflow.
+# kept (16, 512) in pieces of 1024: 62.2% | 98.6%, (64, 256) of 1024: 95.0% | overflow.
+COSTS["group_norm_backward"] = Cost(
+    {2: 37.0, 4: 33.0}, {2: 82.3, 4: 82.3}, kept=(Kept({2: 8.2, 4: 16.2}, {2: 54.3, 4: 60.0}),)
 )
 
 

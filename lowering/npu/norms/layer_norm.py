@@ -23,33 +23,29 @@ from .norm_backward import NormBackward
 from .resident_rows import kept_mean, kept_or_loaded, kept_row, piece
 from .resident_rows_backward import launch_kept_backward
 
-COSTS.update(
-    {
-        # whole (1, 4096): 66.9% | 50.1%, padded 75.2% | 58.5%. wide (1, 2048): 89.7% | 85.6%.
-        # kept with the weights, 16384 in pieces of 1024: 87.6%, fp32 8192 of 1024: 85.5%.
-        "layer_norm": Cost(
-            {2: 32.2, 4: 24.2},
-            {2: 86.2, 4: 82.2},
-            padding=4,
-            kept=(
-                Kept({2: 4.1, 4: 8.1}, {2: 48.3, 4: 44.2}, padding=8.2),
-                Kept({2: 4.1, 4: 8.1}, {2: 40.2, 4: 36.2}, weights=True, padding=8.2),
-            ),
-        ),
-        # whole (1, 4096): 83.5% | 71.0%, padded 91.8% | 79.3%. wide (1, 1024): 47.1%,
-        # (1, 2048): 94.0%. kept, 8192 with x and dy in pieces of 512: 88.7%, 16384 with x alone
-        # and one gradient of a weight of 512: 89.7%.
-        "layer_norm_backward": Cost(
-            {2: 40.2, 4: 34.2},
-            {2: 90.3, 4: 90.3},
-            padding=4,
-            kept=(
-                Kept({2: 4.02, 4: 8.03}, {2: 87.8, 4: 88.3}, padding=8.2),
-                Kept({2: 8.1, 4: 16.1}, {2: 84.5, 4: 80.6}, padding=8.2),
-                Kept({2: 8.1, 4: 16.1}, {2: 76.9, 4: 64.8}, weights=True, padding=8.2),
-            ),
-        ),
-    }
+# whole (1, 4096): 66.9% | 50.1%, padded 75.2% | 58.5%. wide (1, 2048): 89.7% | 85.6%.
+# kept with the weights, 16384 in pieces of 1024: 87.6%, fp32 8192 of 1024: 85.5%.
+COSTS["layer_norm"] = Cost(
+    {2: 32.2, 4: 24.2},
+    {2: 86.2, 4: 82.2},
+    padding=4,
+    kept=(
+        Kept({2: 4.1, 4: 8.1}, {2: 48.3, 4: 44.2}, padding=8.2),
+        Kept({2: 4.1, 4: 8.1}, {2: 40.2, 4: 36.2}, weights=True, padding=8.2),
+    ),
+)
+# whole (1, 4096): 83.5% | 71.0%, padded 91.8% | 79.3%. wide (1, 1024): 47.1%,
+# (1, 2048): 94.0%. kept, 8192 with x and dy in pieces of 512: 88.7%, 16384 with x alone
+# and one gradient of a weight of 512: 89.7%.
+COSTS["layer_norm_backward"] = Cost(
+    {2: 40.2, 4: 34.2},
+    {2: 90.3, 4: 90.3},
+    padding=4,
+    kept=(
+        Kept({2: 4.02, 4: 8.03}, {2: 87.8, 4: 88.3}, padding=8.2),
+        Kept({2: 8.1, 4: 16.1}, {2: 84.5, 4: 80.6}, padding=8.2),
+        Kept({2: 8.1, 4: 16.1}, {2: 76.9, 4: 64.8}, weights=True, padding=8.2),
+    ),
 )
 
 

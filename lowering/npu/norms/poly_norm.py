@@ -24,23 +24,15 @@ from ..tile import load, remaining, tile_offsets
 from ..tiling import COSTS, Cost, Kept, Plan, launch_rows
 from .resident_rows import kept_row, piece
 
-COSTS.update(
-    {
-        # whole (1, 4096): 71.1% | 71.0%, (2, 1024): 36.1%. wide (1, 2048): 56.6%.
-        # kept 8192 in pieces of 2048: 64.9%, 16384 of 2048: 81.6%, fp32 8192 of 2048: 85.6%.
-        "poly_norm": Cost(
-            {2: 35.6, 4: 35.6},
-            {2: 54.4, 4: 54.4},
-            kept=(Kept({2: 4.1, 4: 8.1}, {2: 46.1, 4: 50.1}),),
-        ),
-        # whole (1, 1024): 32.7% | 32.6%, (2, 512): 33.5%. wide (1, 2048): 81.9%.
-        # kept 4096 in pieces of 2048: 81.9%, 8192 of 1024: 66.3%, fp32 4096 of 1024: 71.4%.
-        "poly_norm_backward": Cost(
-            {2: 64.5, 4: 64.5},
-            {2: 78.8, 4: 78.8},
-            kept=(Kept({2: 8.1, 4: 18.2}, {2: 62.6, 4: 65.0}),),
-        ),
-    }
+# whole (1, 4096): 71.1% | 71.0%, (2, 1024): 36.1%. wide (1, 2048): 56.6%.
+# kept 8192 in pieces of 2048: 64.9%, 16384 of 2048: 81.6%, fp32 8192 of 2048: 85.6%.
+COSTS["poly_norm"] = Cost(
+    {2: 35.6, 4: 35.6}, {2: 54.4, 4: 54.4}, kept=(Kept({2: 4.1, 4: 8.1}, {2: 46.1, 4: 50.1}),)
+)
+# whole (1, 1024): 32.7% | 32.6%, (2, 512): 33.5%. wide (1, 2048): 81.9%.
+# kept 4096 in pieces of 2048: 81.9%, 8192 of 1024: 66.3%, fp32 4096 of 1024: 71.4%.
+COSTS["poly_norm_backward"] = Cost(
+    {2: 64.5, 4: 64.5}, {2: 78.8, 4: 78.8}, kept=(Kept({2: 8.1, 4: 18.2}, {2: 62.6, 4: 65.0}),)
 )
 
 

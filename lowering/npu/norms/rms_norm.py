@@ -29,57 +29,51 @@ _KEPT_WITH_DS = (
     Kept({2: 8.1, 4: 16.1}, {2: 72.2, 4: 72.4}),
     Kept({2: 8.1, 4: 16.1}, {2: 64.3, 4: 64.8}, weights=True),
 )
-COSTS.update(
-    {
-        # whole (1, 4096): 58.6% | 37.6%, fp32 (1, 8192): 75.1%. wide (1, 4096): 87.6% | 70.9%.
-        # kept with the weight, 16384 in pieces of 2048: 81.3%, fp32 8192 of 2048: 77.2%.
-        "rms_norm": Cost(
-            {2: 28.2, 4: 18.1},
-            {2: 42.2, 4: 34.1},
-            kept=(
-                Kept({2: 4.1, 4: 8.2}, {2: 34.3, 4: 30.0}),
-                Kept({2: 4.1, 4: 8.2}, {2: 30.3, 4: 26.2}, weights=True),
-            ),
-        ),
-        # In the casting mode "none". kept, 16384 in pieces of 1024: 70.0%.
-        "rms_norm_none": Cost(
-            {2: 28.2, 4: 18.1},
-            {2: 42.2, 4: 34.1},
-            kept=(
-                Kept({2: 4.2, 4: 8.2}, {2: 42.0, 4: 30.0}),
-                Kept({2: 4.2, 4: 8.2}, {2: 38.0, 4: 26.2}, weights=True),
-            ),
-        ),
-        # whole (1, 4096): 91.8% | 54.2%. wide (1, 2048): 73.0% | 52.1%, (1, 4096): 91.8% | 91.8%.
-        # kept with the weight, 8192 in pieces of 1024: 80.4%, fp32 4096 of 1024: 57.4%.
-        "fused_add_rms_norm": Cost(
-            {2: 44.1, 4: 26.1},
-            {2: 70.1, 4: 50.1},
-            kept=(
-                Kept({2: 8.2, 4: 16.1}, {2: 62.3, 4: 30.0}),
-                Kept({2: 8.2, 4: 16.1}, {2: 58.4, 4: 30.0}, weights=True),
-            ),
-        ),
-        # whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
-        # kept, 8192 with everything in pieces of 1024: 87.6%, 16384 with x alone of 512: 85.5%.
-        "rms_norm_backward": Cost(
-            {2: 42.2, 4: 38.1},
-            {2: 44.2, 4: 44.2},
-            kept=(
-                Kept({2: 4.1, 4: 8.1}, {2: 72.4, 4: 72.9}),
-                Kept({2: 8.1, 4: 16.1}, {2: 64.8, 4: 65.3}),
-                Kept({2: 8.1, 4: 16.1}, {2: 56.3, 4: 57.0}, weights=True),
-            ),
-        ),
-        # whole and wide: as above. kept: 8192 with everything in pieces of 512: 75.1%, 16384 with x
-        # alone of 512: 87.6%.
-        "add_rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS),
-        # Without dweight. whole (1, 4096): 95.9% | 83.4%. wide and kept: as above.
-        "add_rms_norm_backward_dx": Cost(
-            {2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS
-        ),
-    }
+# whole (1, 4096): 58.6% | 37.6%, fp32 (1, 8192): 75.1%. wide (1, 4096): 87.6% | 70.9%.
+# kept with the weight, 16384 in pieces of 2048: 81.3%, fp32 8192 of 2048: 77.2%.
+COSTS["rms_norm"] = Cost(
+    {2: 28.2, 4: 18.1},
+    {2: 42.2, 4: 34.1},
+    kept=(
+        Kept({2: 4.1, 4: 8.2}, {2: 34.3, 4: 30.0}),
+        Kept({2: 4.1, 4: 8.2}, {2: 30.3, 4: 26.2}, weights=True),
+    ),
 )
+# In the casting mode "none". kept, 16384 in pieces of 1024: 70.0%.
+COSTS["rms_norm_none"] = Cost(
+    {2: 28.2, 4: 18.1},
+    {2: 42.2, 4: 34.1},
+    kept=(
+        Kept({2: 4.2, 4: 8.2}, {2: 42.0, 4: 30.0}),
+        Kept({2: 4.2, 4: 8.2}, {2: 38.0, 4: 26.2}, weights=True),
+    ),
+)
+# whole (1, 4096): 91.8% | 54.2%. wide (1, 2048): 73.0% | 52.1%, (1, 4096): 91.8% | 91.8%.
+# kept with the weight, 8192 in pieces of 1024: 80.4%, fp32 4096 of 1024: 57.4%.
+COSTS["fused_add_rms_norm"] = Cost(
+    {2: 44.1, 4: 26.1},
+    {2: 70.1, 4: 50.1},
+    kept=(
+        Kept({2: 8.2, 4: 16.1}, {2: 62.3, 4: 30.0}),
+        Kept({2: 8.2, 4: 16.1}, {2: 58.4, 4: 30.0}, weights=True),
+    ),
+)
+# whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
+# kept, 8192 with everything in pieces of 1024: 87.6%, 16384 with x alone of 512: 85.5%.
+COSTS["rms_norm_backward"] = Cost(
+    {2: 42.2, 4: 38.1},
+    {2: 44.2, 4: 44.2},
+    kept=(
+        Kept({2: 4.1, 4: 8.1}, {2: 72.4, 4: 72.9}),
+        Kept({2: 8.1, 4: 16.1}, {2: 64.8, 4: 65.3}),
+        Kept({2: 8.1, 4: 16.1}, {2: 56.3, 4: 57.0}, weights=True),
+    ),
+)
+# whole and wide: as above. kept: 8192 with everything in pieces of 512: 75.1%, 16384 with x
+# alone of 512: 87.6%.
+COSTS["add_rms_norm_backward"] = Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS)
+# Without dweight. whole (1, 4096): 95.9% | 83.4%. wide and kept: as above.
+COSTS["add_rms_norm_backward_dx"] = Cost({2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS)
 
 
 @triton.jit

@@ -25,19 +25,15 @@ from ..tiling import COSTS, Cost, Plan, launch
 from .rope import rotate
 from .rope_tiles import Tables, load_pairs, load_tables, store_pairs, tables_of
 
-COSTS.update(
-    {
-        # Costs per pair, or per two elements after the pairs where these are more.
-        # 1024 pairs: 48.6% | 38.2%, 2048: 97.2% | 76.4%.
-        "rms_norm_rope": Cost({}, {2: 93.4, 4: 73.4}),
-        # Interleaved, complex, or with sections. 512 pairs: 23.5% | 18.2%.
-        "rms_norm_rope_interleaved": Cost({}, {2: 110.1, 4: 110.1}),
-        # 1024 pairs: 63.4% | 63.4%.
-        "rms_norm_rope_backward": Cost({}, {2: 130.1, 4: 130.1}),
-        # 1024 pairs: 94.5%.
-        "rms_norm_rope_backward_interleaved": Cost({}, {2: 181.5, 4: 181.5}),
-    }
-)
+# Costs per pair, or per two elements after the pairs where these are more.
+# 1024 pairs: 48.6% | 38.2%, 2048: 97.2% | 76.4%.
+COSTS["rms_norm_rope"] = Cost({}, {2: 93.4, 4: 73.4})
+# Interleaved, complex, or with sections. 512 pairs: 23.5% | 18.2%.
+COSTS["rms_norm_rope_interleaved"] = Cost({}, {2: 110.1, 4: 110.1})
+# 1024 pairs: 63.4% | 63.4%.
+COSTS["rms_norm_rope_backward"] = Cost({}, {2: 130.1, 4: 130.1})
+# 1024 pairs: 94.5%.
+COSTS["rms_norm_rope_backward_interleaved"] = Cost({}, {2: 181.5, 4: 181.5})
 
 
 @triton.jit(do_not_specialize=["B", "S", "SECTION_0", "SECTION_1"])

@@ -19,23 +19,15 @@ from ..norms.resident_rows import kept_row, piece
 from ..tile import load, load_logits, remaining, tile_offsets
 from ..tiling import COSTS, Cost, Kept, launch_rows
 
-COSTS.update(
-    {
-        # whole (1, 4096): 75.5% | 67.1%, (2, 1024): 40.4%. wide (1, 2048): 54.8%, (1, 4096): 92.3%.
-        # kept 8192 in pieces of 4096: 84.0%, 16384 of 2048: 75.6%, fp32 16384 of 1024: 86.0%.
-        "sparsemax": Cost(
-            {2: 40.1, 4: 40.1},
-            {2: 52.7, 4: 52.7},
-            kept=(Kept({2: 5.8, 4: 8.1}, {2: 30.1, 4: 36.5}),),
-        ),
-        # whole (2, 1024): 46.2% | 46.2%, (1, 4096): 92.0%. wide (1, 2048): 62.8%.
-        # kept 8192 in pieces of 2048: 79.4%, 16384 of 1024: 89.8%, fp32 8192 of 1024: 83.6%.
-        "sparsemax_backward": Cost(
-            {2: 44.3, 4: 44.3},
-            {2: 60.3, 4: 60.3},
-            kept=(Kept({2: 8.1, 4: 16.1}, {2: 40.1, 4: 40.1}),),
-        ),
-    }
+# whole (1, 4096): 75.5% | 67.1%, (2, 1024): 40.4%. wide (1, 2048): 54.8%, (1, 4096): 92.3%.
+# kept 8192 in pieces of 4096: 84.0%, 16384 of 2048: 75.6%, fp32 16384 of 1024: 86.0%.
+COSTS["sparsemax"] = Cost(
+    {2: 40.1, 4: 40.1}, {2: 52.7, 4: 52.7}, kept=(Kept({2: 5.8, 4: 8.1}, {2: 30.1, 4: 36.5}),)
+)
+# whole (2, 1024): 46.2% | 46.2%, (1, 4096): 92.0%. wide (1, 2048): 62.8%.
+# kept 8192 in pieces of 2048: 79.4%, 16384 of 1024: 89.8%, fp32 8192 of 1024: 83.6%.
+COSTS["sparsemax_backward"] = Cost(
+    {2: 44.3, 4: 44.3}, {2: 60.3, 4: 60.3}, kept=(Kept({2: 8.1, 4: 16.1}, {2: 40.1, 4: 40.1}),)
 )
 
 
