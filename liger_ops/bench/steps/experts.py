@@ -2,6 +2,7 @@
 products alone, by PyTorch's grouped product.
 
     python -m liger_ops.bench.steps.experts --layers qwen3-30b-32k deepseek-v3
+    python -m liger_ops.bench.steps.experts --layers qwen3-30b-8k --ways liger liger-kernel
 
 prints TFLOP/s of the forward and of forward and backward, GiB that the forward saves, and the error
 of the gradients against `grouped_mm`. Without a GPU it compares alone, of small layers.
@@ -143,7 +144,18 @@ def functions(
 
     recompute = partial(ours, recompute=True)
     compiled = torch.compile(grouped)
-    return {"liger": ours, "recompute": recompute, "eager": grouped, "compile": compiled}
+    return {
+        "liger": ours, "recompute": recompute, "eager": grouped, "compile": compiled,
+        "liger-kernel": partial(liger_kernel, x, gate_up, down, index, router),
+    }  # fmt: skip
+
+
+def liger_kernel(*given: Tensor) -> Tensor:
+    """Liger-Kernel's fused experts, without biases or a LoRA; they tune for minutes first."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    x, gate_up, down, index, router = given
+    return LigerFusedMoEFunction.apply(x, gate_up, down, index.int(), router)
 
 
 def factors(layer: Layer, loras: list[Tensor]) -> list[Tensor]:

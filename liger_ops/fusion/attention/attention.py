@@ -184,21 +184,27 @@ def _check_config(config: Any) -> None:
     for name in OBSTACLES:
         if getattr(config, name, None):
             raise NotAnOp(f"its configuration has {name}={getattr(config, name)}")
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "v_head_dim", None):
-        raise NotAnOp("its values have heads of another size than its keys")
-    size = getattr(config, "head_dim", None)
-    if size is None:
-        width, heads = (
-            getattr(config, name, None) for name in ("hidden_size", "num_attention_heads")
-        )
-        if not width or not heads:
-            raise NotAnOp("its configuration does not say how many numbers its heads have")
-        size = width // heads
-    if size not in HEAD_DIMS:
+    sizes = _head_sizes(config)
+    if not all(sizes):
+        raise NotAnOp("its configuration does not say how many numbers its heads have")
+    if others := [size for size in sizes if size not in HEAD_DIMS]:
         raise NotAnOp(
-            f"the heads of its attention have {size} numbers, and those of flex_attention"
+            f"the heads of its attention have {others[0]} numbers, and those of flex_attention"
             f" {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
         )
+
+
+def _head_sizes(config: Any) -> tuple[int, int]:
+    """How many numbers a head has, of queries and keys, and of values; 0 if it is not said."""
+
+    def number(name: str) -> int:
+        return getattr(config, name, None) or 0
+
+    # Multi-head latent attention, whose configuration has the size of the rotated part as head_dim.
+    size = number("qk_nope_head_dim") and number("qk_nope_head_dim") + number("qk_rope_head_dim")
+    size = size or number("head_dim")
+    size = size or number("hidden_size") // max(number("num_attention_heads"), 1)
+    return size, number("v_head_dim") or size
 
 
 def _makes_masks(cls: Any) -> bool:

@@ -46,7 +46,13 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 # Layers of two that flex_attention computes. The others are causal, by SDPA; GPT-OSS has sinks.
-LAYERS = {"llama": (0, 2), "mistral": (2, 2), "gemma3": (1, 2), "llama4": (1, 2)}
+LAYERS = {
+    "llama": (0, 2),
+    "mistral": (2, 2),
+    "gemma3": (1, 2),
+    "llama4": (1, 2),
+    "deepseek_v3": (0, 2),
+}
 
 
 CASES = [(name, kind) for name in NAMES for kind in ("bare", "left", "packed")]

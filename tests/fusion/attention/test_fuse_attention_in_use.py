@@ -74,11 +74,9 @@ REASONS: dict[str, tuple[Any, str]] = {
         lambda: model("gemma3", attn_logit_softcapping=50.0),
         "its configuration has attn_logit_softcapping=50.0, which SDPA leaves out",
     ),
-    "latent": (
-        lambda: transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(**{**SIZES, "n_routed_experts": 8})
-        ),
-        "its values have heads of another size than its keys",
+    "small values": (
+        lambda: model("deepseek_v3", v_head_dim=8),
+        "the heads of its attention have 8 numbers, and those of flex_attention 16 to 256",
     ),
 }
 

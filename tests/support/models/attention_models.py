@@ -47,7 +47,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 2,
         },
     ),
-}
+    # Heads of 48 for queries and keys, and of 32 for values.
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+            "v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 2,
+        },
+    ),
+}  # fmt: skip
 # In float64 the attention of the others is not exact.
 NAMES = tuple(CONFIGS)
 # Whether the default attention of Gemma 2 is its own. In an older transformers it is SDPA, which
