@@ -93,11 +93,8 @@ def corrected(term: Tensor, ratios: Ratios) -> Tensor:
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 POLICY_TERMS: dict[str, Callable[[Ratios, PolicyOptions], Tensor]] = {
-    **dict.fromkeys(CLIPPED, clipped),
-    "cispo": cispo,
-    "sapo": sapo,
-    "vespo": vespo,
-}
+    **dict.fromkeys(CLIPPED, clipped), "cispo": cispo, "sapo": sapo, "vespo": vespo,
+}  # fmt: skip
 
 
 def clip_flags(
