@@ -122,18 +122,10 @@ def test_trainer(collator: str, tmp_path: Path) -> None:
 
 def losses(made: nn.Module, collator: Any, path: Path) -> list[float]:
     arguments = transformers.TrainingArguments(
-        output_dir=str(path),
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+        output_dir=str(path), use_cpu=True, max_steps=3, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, gradient_checkpointing=True, learning_rate=1e-2,
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
     trainer = transformers.Trainer(
         made, arguments, train_dataset=Documents(), data_collator=collator
     )

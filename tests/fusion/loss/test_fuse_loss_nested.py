@@ -33,16 +33,10 @@ def llama4() -> nn.Module:
     options = {"intermediate_size_mlp": 48, "num_local_experts": 2, "no_rope_layers": [1]}
     config = transformers.Llama4TextConfig(**SMALL, **options)
     vision = transformers.Llama4VisionConfig(
-        hidden_size=32,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vision_output_dim=32,
-        image_size=28,
-        patch_size=14,
-        projector_input_dim=32,
+        hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        vision_output_dim=32, image_size=28, patch_size=14, projector_input_dim=32,
         projector_output_dim=32,
-    )
+    )  # fmt: skip
     whole = transformers.Llama4Config(text_config=config, vision_config=vision)
     return transformers.Llama4ForConditionalGeneration(whole)
 

@@ -143,14 +143,8 @@ def plain_steps() -> st.SearchStrategy[Step]:
         st.builds(partial, st.just(block), add=adds, norm=norms),
         st.builds(partial, st.just(torch_norm), i=INDEX, kind=one_of(kinds)),
         st.builds(
-            partial,
-            st.just(gate),
-            i=INDEX,
-            j=INDEX,
-            activation=one_of(activations),
-            packed=st.booleans(),
-            swapped=RARELY,
-            leak=RARELY,
+            partial, st.just(gate), i=INDEX, j=INDEX, activation=one_of(activations),
+            packed=st.booleans(), swapped=RARELY, leak=RARELY,
         ),
         st.builds(
             partial,
@@ -171,16 +165,10 @@ def plain_steps() -> st.SearchStrategy[Step]:
             how=one_of(["mul", "copy", "item", "add", "view", "flat", "activation"]),
         ),
         st.builds(
-            partial,
-            st.just(loss),
-            i=INDEX,
-            cast=USUALLY,
-            scale=one_of(["", "divided", "capped"]),
-            shift=st.booleans(),
-            reduction=one_of(["mean", "sum"]),
-            leak=st.booleans(),
+            partial, st.just(loss), i=INDEX, cast=USUALLY, scale=one_of(["", "divided", "capped"]),
+            shift=st.booleans(), reduction=one_of(["mean", "sum"]), leak=st.booleans(),
         ),
-    )
+    )  # fmt: skip
 
 
 PRECISIONS = [

@@ -143,12 +143,8 @@ TABLE_FORMS: dict[str, Fields] = {
 def planned(sizes: dict[str, Fields], **common: Any) -> dict[str, Fields]:
     """Cases of models' sizes and layouts, by the host code's own plan."""
     heads = {
-        "dtype": BF16,
-        "k_heads": 2,
-        "table_dtype": SAME,
-        "layout": "model",
-        "k_layout": "model",
-    }
+        "dtype": BF16, "k_heads": 2, "table_dtype": SAME, "layout": "model", "k_layout": "model",
+    }  # fmt: skip
     return {name: {**heads, **common, **fields} for name, fields in sizes.items()}
 
 

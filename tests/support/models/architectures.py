@@ -22,18 +22,10 @@ TOKENS = (2, 16)
 WINDOW = 8
 
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
 HEAD = {"head_dim": 16}
 ALTERNATING = {
     "sliding_window": WINDOW,
@@ -134,61 +126,39 @@ def qwen2_vl() -> nn.Module:
     config = transformers.Qwen2VLConfig(
         text_config={**TEXT, "rope_parameters": rope},
         vision_config={
-            "depth": 1,
-            "embed_dim": 32,
-            "hidden_size": 64,
-            "num_heads": 2,
-            "mlp_ratio": 2,
+            "depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
             "patch_size": 4,
         },
         image_token_id=90,
         video_token_id=91,
         vision_start_token_id=92,
         vision_end_token_id=93,
-    )
+    )  # fmt: skip
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=64,
-        d_kv=16,
-        d_ff=96,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
+        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        dropout_rate=0.0, feed_forward_proj="gated-gelu", decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-        num_labels=5,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        image_size=16, patch_size=4, num_labels=5,
+    )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
 
 def places(**counts: int) -> dict[str, int]:
     """The places of most two-layer decoders, changed by `counts`."""
     usual = {
-        "rms_norm": 1,
-        "fused_add_rms_norm": 4,
-        "swiglu": 2,
-        "rope": 2,
-        "linear_cross_entropy": 1,
-        "causal_attention": 2,
-        "grouped_attention": 2,
-    }
+        "rms_norm": 1, "fused_add_rms_norm": 4, "swiglu": 2, "rope": 2, "linear_cross_entropy": 1,
+        "causal_attention": 2, "grouped_attention": 2,
+    }  # fmt: skip
     return {op: count for op, count in {**usual, **counts}.items() if count}
 
 

@@ -97,11 +97,9 @@ def causal_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     value = F.cross_entropy(
-        logits.float().reshape(-1, vocab_size),
-        shift_labels.reshape(-1),
-        ignore_index=ignore_index,
+        logits.float().reshape(-1, vocab_size), shift_labels.reshape(-1), ignore_index=ignore_index,
         reduction=reduction,
-    )
+    )  # fmt: skip
     return value if num_items_in_batch is None else value / num_items_in_batch
 
 

@@ -14,17 +14,10 @@ VOCABULARY = 61
 TOKENS = (2, 7)
 
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "use_cache": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
 
 # Every token goes to every expert: a choice of experts could flip with the last bit of a router's
 # logit, and two runs with different rounding could not be compared.
@@ -117,14 +110,9 @@ def bert() -> nn.Module:
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-        num_labels=5,
-    )
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        image_size=8, patch_size=4, num_labels=5,
+    )  # fmt: skip
     return transformers.ViTForImageClassification._from_config(config, attn_implementation="eager")
 
 

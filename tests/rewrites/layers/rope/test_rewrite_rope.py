@@ -227,11 +227,8 @@ def test_rope_whose_caller_passes_the_dimension_of_heads():
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Any:
         q, k, cos, sin = (
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            cos.unsqueeze(dim),
-            sin.unsqueeze(dim),
-        )
+            q.transpose(1, 2), k.transpose(1, 2), cos.unsqueeze(dim), sin.unsqueeze(dim),
+        )  # fmt: skip
         return used(q * cos + rotate_half(q) * sin), used(k * cos + rotate_half(k) * sin)
 
     check(function, *heads(), *tables(D), 1, counts={"rope": 1}, dynamic=True)
@@ -262,11 +259,9 @@ def by_a_third_table(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 NO_ROPE: dict[str, Rotation] = {
-    "unevenly-halved": unevenly_halved,
-    "not-turned": unchanged,
-    "of-another": of_another,
+    "unevenly-halved": unevenly_halved, "not-turned": unchanged, "of-another": of_another,
     "third-table": by_a_third_table,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rotation", NO_ROPE.values(), ids=NO_ROPE)
