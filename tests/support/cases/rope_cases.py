@@ -197,12 +197,9 @@ def rope(
         sampled={**SAMPLED, **sampled},
         cases={} if form else PLANNED,
         forms=Forms(
-            shapes=heads(*models, sections=sections, **launched or {}),
-            options=options,
-            backward_options=backward,
-            optional_at=(0, 1, 4),
-            counted={0: {"shape": (1, 32, 64, 128)}, 1: {"shape": (1, 32, 64, 96)}},
-            executed=small,
+            shapes=heads(*models, sections=sections, **launched or {}), options=options,
+            backward_options=backward, optional_at=(0, 1, 4),
+            counted={0: {"shape": (1, 32, 64, 128)}, 1: {"shape": (1, 32, 64, 96)}}, executed=small,
             common=HEADS,
         ),
         compiled=[

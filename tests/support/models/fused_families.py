@@ -92,12 +92,9 @@ def text(name: str, rms_norms: int, activation: str = "swiglu", **options: Any) 
 
     layers = config["num_hidden_layers"]
     return Family(
-        name,
-        build,
-        {"rms_norm": rms_norms, activation: layers, "rope": layers},
-        token_inputs,
+        name, build, {"rms_norm": rms_norms, activation: layers, "rope": layers}, token_inputs,
         has_loss=True,
-    )
+    )  # fmt: skip
 
 
 def bert() -> nn.Module:
@@ -146,10 +143,7 @@ FAMILIES = [
     text("Qwen3", 9),
     text("Gemma", 5, "geglu"),
     text(
-        "Gemma3",
-        13,
-        "geglu",
-        config="Gemma3TextConfig",
+        "Gemma3", 13, "geglu", config="Gemma3TextConfig",
         layer_types=["sliding_attention", "full_attention"],
     ),
     text("Olmo2", 9),
@@ -160,4 +154,4 @@ FAMILIES = [
     Family("Bert", bert, {"layer_norm": 6}, token_inputs, has_loss=True),
     Family("ViT", vit, {"layer_norm": 5}, image_inputs),
     Family("diffusion", diffusion, {"group_norm": 4}, image_inputs),
-]
+]  # fmt: skip
