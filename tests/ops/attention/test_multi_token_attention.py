@@ -22,11 +22,10 @@ from liger_ops.lowering.common.attention import multi_token_attention as host
 from multi_token_cases import INPUTS, convolution
 from op_checks import FLOAT32_ROUNDINGS
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS, drawn_for
+from op_under_test import DEVICE, EVERY_FOLDER, drawn_for
 from plans import plan
 
 OP = OPS["multi_token_attention_forward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 FORMS = pytest.mark.parametrize("sparse", (False, True), ids=("softmax", "sparsemax"))
 FEWER = settings(max_examples=settings().max_examples // 2)
 

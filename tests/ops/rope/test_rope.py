@@ -11,11 +11,10 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER
 from rope_cases import TABLE_FORMS
 
 OP = OPS["rope"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
