@@ -17,7 +17,9 @@ from rotations import (
     D,
     Rotation,
     applied,
+    cohere,
     heads,
+    llama,
     phi3,
     rotate_half,
     rotate_neighbours,
@@ -29,11 +31,6 @@ from rotations import (
 def rotate_neighbours_by_reshape(x: Tensor) -> Tensor:
     x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.stack((-x2, x1), dim=-1).flatten(start_dim=3)
-
-
-def llama(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos) + (rotate_half(x) * sin)
 
 
 def llama_by_chunk(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -50,11 +47,6 @@ def nanochat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def llama_in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return ((x.float() * cos.float()) + (rotate_half(x.float()) * sin.float())).to(x.dtype)
-
-
-def cohere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos) + (rotate_neighbours(x) * sin)
 
 
 def glm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
