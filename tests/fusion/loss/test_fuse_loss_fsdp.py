@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from causal_models import assert_same_gradients, batch, gradients
+from causal_models import assert_same_gradients, assert_trains_alike, batch, gradients
 from fused_families import text
 from liger_ops import explain
 from liger_ops.fusion import loss
@@ -34,18 +33,6 @@ def sharded(model: Any, mesh: Any, head: bool = False, **options: Any) -> Any:
     return model
 
 
-def assert_trains_alike(fused: Any, model: Any) -> None:
-    """Without logits and warnings, loss and gradients are those of the whole model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output = fused(**batch())
-    assert output.logits is None
-    expected = model(**batch())
-    torch.testing.assert_close(output.loss, expected.loss)
-    actual = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
-    assert_same_gradients(actual, gradients(model, expected.loss))
-
-
 def test_mixed_precision(mesh: Any) -> None:
     """The head's product is in bfloat16, as without fuse."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -55,9 +42,8 @@ def test_mixed_precision(mesh: Any) -> None:
     assert output.logits is None
     assert output.loss.dtype is expected.loss.dtype
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=1e-4)
-    grads = [gradients(fused, output.loss), gradients(model, expected.loss)]
-    actual, expected_grads = ({k: v.full_tensor() for k, v in grad.items()} for grad in grads)
-    assert_same_gradients(actual, expected_grads, bound=2e-2)
+    grads = gradients(fused, output.loss), gradients(model, expected.loss)
+    assert_same_gradients(*grads, bound=2e-2)
 
 
 @pytest.mark.parametrize("group", [[], ["lm_head"], ["model.norm", "lm_head"]], ids=str)
@@ -75,7 +61,7 @@ def test_trains_as_before(mesh: Any, group: list[str], when: str) -> None:
     if when == "after":
         report = loss.fuse(fused)
         assert [e.class_name for e in report.fused] == ["LlamaForCausalLM"] and not report.left
-    assert_trains_alike(fused, model)
+    assert_trains_alike(fused, model, **batch())
     assert isinstance(fused.lm_head.weight, DTensor)
 
 
@@ -102,7 +88,7 @@ def test_adapted_head_sharded_by_itself(mesh: Any, adapters: dict[str, Any], whe
     sharded(fused, mesh)
     if when == "after":
         assert len(loss.fuse(fused)) == 1
-    assert_trains_alike(fused, model)
+    assert_trains_alike(fused, model, **batch())
     assert all(isinstance(parameter, DTensor) for parameter in fused.lm_head.parameters())
 
 

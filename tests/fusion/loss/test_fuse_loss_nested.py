@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -91,9 +90,7 @@ def test_trains_as_before(build: Callable[[], nn.Module], path: str) -> None:
     assert report.fused[0].where == ""
     assert not report.left
     assert loss.classes.overrides(fused)["loss"].head == path
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output = assert_trains_alike(fused, model, **batch(), use_cache=False)
+    output = assert_trains_alike(fused, model, **batch(), use_cache=False)
     torch._dynamo.reset()
     compiled = torch.compile(fused, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(**batch(), use_cache=False).loss, output.loss)
