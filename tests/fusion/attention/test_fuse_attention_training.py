@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,6 @@ def assert_trains_like(fused: nn.Module, original: nn.Module, inputs: dict[str, 
 def padded() -> dict[str, Tensor]:
     inputs = batch("left")
     return {**inputs, "labels": inputs["labels"].masked_fill(inputs[KEPT] == 0, -100)}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -17,13 +15,6 @@ from liger_ops import explain
 from liger_ops.fusion import loss
 
 FAMILY = text("Llama", 3, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(model: Any, mesh: Any, head: bool = False, **options: Any) -> Any:
