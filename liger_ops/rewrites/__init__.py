@@ -69,8 +69,8 @@ REWRITES: dict[str, Rewrite] = {
     "gated_rms_norm": _patterns("gated_rms_norm", gated_rms_norm.SPELLINGS),
     "rms_norm": _patterns("rms_norm", rms_norm.SPELLINGS, by_rows=True),
     # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
-    "modulated_layer_norm": modulated_norm.rewrite_layer_norm,
-    "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
+    "modulated_layer_norm": functools.partial(modulated_norm.rewrite, "layer_norm"),
+    "modulated_rms_norm": functools.partial(modulated_norm.rewrite, "rms_norm"),
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
     "group_norm": _patterns("group_norm", layer_norm.GROUP_NORM),
     # Before the activations, which would match those of the experts.

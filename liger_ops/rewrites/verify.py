@@ -26,7 +26,7 @@ from . import rewrite
 from .attention.runtime.padding import assume_what_is_seen
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
-from .engine.float64_graph import InWider, Wide, default_dtype
+from .engine.float64_graph import InWider, default_dtype, widened
 from .engine.graph_state import reached
 from .state import random_state, state_kept
 
@@ -96,7 +96,7 @@ class _Compiled:
             if not _is_wider(dtype, self.narrowest):
                 continue
             try:
-                truth = self.unchanged(functools.partial(Wide, dtype))
+                truth = self.unchanged(functools.partial(widened, dtype))
                 return Verification(compared(before, after, truth, eps), dtype)
             except Exception as error:
                 why = f"in {dtype} {first_line(error)}"

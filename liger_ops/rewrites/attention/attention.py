@@ -13,7 +13,7 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, check_results, foreign
+from ..engine.rewrite import Refused, check_results, foreign, reported
 from .mask.algebra import Unknown
 from .mask.scopes import Scope, parts, scopes
 
@@ -39,13 +39,10 @@ def replace_places(
     for scope in scopes(graph, data=data):
         state = states[scope.graph]
         for node, found in places(scope, state):
-            try:
-                with attempt(scope.graph), state.modes_of(node):
+            with reported(scope.graph, report, op, node):
+                with state.modes_of(node):
                     new = replaced(found, scope, states)
-            except Refused as refused:
-                report.refused(op, node, str(refused))
-                continue
-            report.used(op, new)
+                report.used(op, new)
 
 
 def known_of(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -98,7 +98,7 @@ def emitted(
 
 def _inlined(emit: Emitter, condition: Condition, scope: Scope) -> Visible:
     module, data = predicate(condition), _data(condition, scope)
-    return lambda *indices: inlined(emit, module, *indices, *data)
+    return lambda *indices: inlined(emit, module.graph, *indices, *data)
 
 
 def _data(condition: Condition, scope: Scope) -> tuple[fx.Node, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ..engine.canonical import IDENTITY, canonical, operation, same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, derive
+from ..engine.rewrite import Refused, derive, reported
 from .attention import attentions, obstacle, set_arguments
 
 OP = "grouped_attention"
@@ -43,17 +43,13 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         key, values = repeated(arguments["key"], HEADS), repeated(arguments["value"], HEADS)
         if (key is None and values is None) or arguments["enable_gqa"] is not False:
             continue
-        try:
+        with reported(graph, report, OP, node):
             if key is None or values is None or key.times != values.times:
                 raise Refused("its keys and values are not repeated the same number of times")
-            with attempt(graph):
-                _group(node, arguments, (key, values), state)
-        except Refused as refused:
-            report.refused(OP, node, str(refused))
-            continue
-        report.used(OP, node)
-        for name, repeat in (("key", key), ("value", values)):
-            erase_unused(arguments[name], repeat.nodes)
+            _group(node, arguments, (key, values), state)
+            report.used(OP, node)
+            for name, repeat in (("key", key), ("value", values)):
+                erase_unused(arguments[name], repeat.nodes)
 
 
 def _group(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,28 +11,24 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .canonical import value
 
-class Wide:
+
+def widened(dtype: torch.dtype, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """A graph that computes in a wider dtype and returns results in their original dtypes."""
+    (output,) = module.graph.find_nodes(op="output")
+    examples = [value(one) for one in pytree.tree_leaves(output.args)]
 
-    def __init__(
-        self, dtype: torch.dtype, module: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> None:
-        self.module, self.dtype = module, dtype
-
-    def __call__(self, *inputs: Any) -> Any:
-        (output,) = (node for node in self.module.graph.nodes if node.op == "output")
-        examples = [
-            one.meta.get("example_value") if isinstance(one, fx.Node) else one
-            for one in pytree.tree_leaves(output.args)
-        ]
-        cast = pytree.tree_map(lambda x: _to(x, self.dtype), inputs)
-        with default_dtype(self.dtype), InWider(self.dtype):
-            results = pytree.tree_leaves(self.module(*cast))
+    def run(*inputs: Any) -> Any:
+        cast = pytree.tree_map(lambda x: _to(x, dtype), inputs)
+        with default_dtype(dtype), InWider(dtype):
+            results = pytree.tree_leaves(module(*cast))
         return tuple(
             _to(result, example.dtype) if isinstance(example, Tensor) else result
             for result, example in zip(results, examples, strict=True)
         )
+
+    return run
 
 
 class InWider(TorchFunctionMode):

@@ -77,10 +77,12 @@ class Pattern:
     def __init__(
         self, function: Callable[..., Any], any_casts: bool = False, **examples: Any
     ) -> None:
-        self.function = function
         self.any_casts = any_casts
+        self._graph = fx.Graph()
+        tracer = fx.proxy.GraphAppendingTracer(self._graph)
+        given = {name: fx.Proxy(self._graph.placeholder(name), tracer) for name in examples}
         with torch_linear():
-            self._graph = fx.symbolic_trace(function).graph
+            self._graph.output(function(**given).node)
         self._examples = {
             name: torch.empty(example, device="meta") if isinstance(example, tuple) else example
             for name, example in examples.items()
@@ -91,7 +93,7 @@ class Pattern:
         self._root = root
         self._tensors = {n for n, v in self._examples.items() if isinstance(v, Tensor)}
         self.op = last_operation(root)
-        assert self.op is not None, f"{function.__name__}: its last operation is unknown"
+        assert self.op is not None, f"{function}: its last operation is unknown"
 
     def match(self, node: fx.Node) -> Match | None:
         """Match the pattern with `node` as its last operation; None if not even a near miss."""

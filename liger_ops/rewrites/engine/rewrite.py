@@ -55,22 +55,40 @@ def replace_all(
     `by_rows`: the op computes each row of its first argument, along the last dimension, on its own,
     so that the order of the rows does not matter.
     """
-    search = Search(graph, report, name)
-    for match, replacement in search.matches(spellings):
-        try:
-            outside = runs_outside(match, replacement)
-            with attempt(graph), modes_of(match.root, search.state, outside) as is_outside:
-                target, args = replacement(match)
-                not_written_since(args, match, search.state)
-                new = (emit_by_rows if by_rows else emit)(match.root, target, args)
-                search.replace((match, new))
-        except Refused as refused:
-            search.refuse(match, str(refused))
-            continue
+
+    def put(match: Match, replacement: Replacement, search: Search) -> fx.Node:
+        outside = runs_outside(match, replacement)
+        with modes_of(match.root, search.state, outside) as is_outside:
+            target, args = replacement(match)
+            not_written_since(args, match, search.state)
+            new = (emit_by_rows if by_rows else emit)(match.root, target, args)
+            search.replace((match, new))
         if is_outside:
             mark(new)
-        search.used(new)
+        return new
+
+    put_all(graph, report, name, spellings, put)
+
+
+def put_all(
+    graph: fx.Graph, report: Report, name: str, spellings: Sequence[tuple[Matcher, Any]],
+    put: Callable[[Match, Any, Search], fx.Node],
+) -> None:  # fmt: skip
+    """Replace every match, of the first spelling for which `put` does it and returns the op."""
+    search = Search(graph, report, name)
+    for match, what in search.matches(spellings):
+        search.attempt(match, put, what, search)
     search.finish()
+
+
+@contextlib.contextmanager
+def reported(graph: fx.Graph, report: Report, op: str, node: fx.Node) -> Iterator[None]:
+    """An attempt to replace a node by an op, which is reported if it is refused."""
+    try:
+        with attempt(graph):
+            yield
+    except Refused as refused:
+        report.refused(op, node, str(refused))
 
 
 def runs_outside(match: Match, replacement: Replacement) -> bool:
@@ -132,7 +150,7 @@ class Search:
                     match = pattern.match(node)
                 if match is None:
                     continue
-                reason = match.difference or obstacle(match, self.state, self.shared)
+                reason = match.difference or match_obstacle(match, self.state, self.shared)
                 if reason is not None:
                     close.append((match, reason))
                     continue
@@ -154,6 +172,14 @@ class Search:
         replace([(match.root, new) for match, new in pairs], nodes, self.state)
         self._covered |= nodes
 
+    def attempt(self, match: Match, put: Callable[..., fx.Node], *args: Any) -> None:
+        """Let `put(match, *args)` replace a match by an op, and note that or why it is refused."""
+        try:
+            with attempt(self.graph):
+                self.used(put(match, *args))
+        except Refused as refused:
+            self.refuse(match, str(refused))
+
     def used(self, node: fx.Node) -> None:
         self._used.append(node)
 
@@ -174,32 +200,39 @@ class Search:
             self.report.refused(self.name, root, reason)
 
 
-def obstacle(match: Match, state: GraphState, shared: Collection[Any] = ()) -> str | None:
-    """Reason this match cannot be replaced, or None.
+def obstacle(
+    roots: Collection[fx.Node], nodes: Collection[fx.Node], values: Iterable[Any],
+    state: GraphState, shared: Collection[Any] = (),
+) -> str | None:  # fmt: skip
+    """Reason that nodes which compute `roots` from `values` cannot be replaced, or None.
 
     A value may be used elsewhere, unless it is the result of a call of a target in `shared`; modes
     may be mixed, a tensor may be written in place.
     """
     computed = set()
-    for node in match.nodes:
+    for node in nodes:
         call = canonical(node)
         if call is not None and call.op == IDENTITY:
             continue
         computed.add(node)
-        if node is match.root or (call is not None and call.op in CHEAP):
+        if node in roots or (call is not None and call.op in CHEAP):
             continue
-        reason = used_elsewhere(node, match.nodes)
+        reason = used_elsewhere(node, nodes)
         if reason is not None and node.target not in shared:
             return reason
     if not state.one_mode(computed):
         return "its operations run in different gradient or autocast modes"
-    inputs = [v for v in match.values.values() if isinstance(v, fx.Node)]
+    inputs = [one for one in values if isinstance(one, fx.Node)]
     if reason := foreign(inputs):
         return reason
-    first = min(match.nodes, key=state.order.__getitem__)
-    if state.written([*match.nodes, *inputs], first, match.root):
+    first, *_, last = sorted((*nodes, *roots), key=state.order.__getitem__)
+    if state.written([*nodes, *inputs], first, last):
         return "a tensor is written in place between its operations"
     return None
+
+
+def match_obstacle(match: Match, state: GraphState, shared: Collection[Any] = ()) -> str | None:
+    return obstacle([match.root], match.nodes, match.values.values(), state, shared)
 
 
 def used_elsewhere(node: fx.Node, matched: Collection[fx.Node]) -> str | None:

@@ -20,9 +20,7 @@ from ..engine.canonical import calls, same, value
 from ..engine.graph_state import GraphState
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Refused, Search, attempt, derive, emit
-
-OP = "moe_experts"
+from ..engine.rewrite import Refused, Search, derive, emit, put_all
 
 
 def experts_of(activation: Callable[[Tensor], Tensor]) -> Pattern:
@@ -42,16 +40,14 @@ def sigmoids(logits: Tensor, index: Tensor, chosen: Tensor) -> Tensor:
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    search = Search(graph, report, OP)
-    for match, activation in search.matches(SPELLINGS):
-        try:
-            with attempt(graph), search.state.modes_of(match.root):
-                new = _sum_of_chosen(match, _count(match, search.state), activation)
-                search.replace((match, new))
-            search.used(new)
-        except Refused as refused:
-            search.refuse(match, str(refused))
-    search.finish()
+    put_all(graph, report, "moe_experts", SPELLINGS, _put)
+
+
+def _put(match: Match, activation: str, search: Search) -> fx.Node:
+    with search.state.modes_of(match.root):
+        new = _sum_of_chosen(match, _count(match, search.state), activation)
+        search.replace((match, new))
+    return new
 
 
 def _count(match: Match, state: GraphState) -> int:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..engine.canonical import canonical, is_tensor, same, value
+from ..engine.canonical import calls, is_tensor, same, value
 from ..engine.graph_state import GraphState
 from ..engine.outside_autocast import mark, modes_of
-from ..engine.recognise import bound
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, foreign, insert, items, replace, run
+from ..engine.rewrite import Refused, foreign, insert, items, replace, reported, run
 
 OP = "fused_add_rms_norm"
 
@@ -23,20 +22,16 @@ OP = "fused_add_rms_norm"
 def rewrite(graph: fx.Graph, report: Report) -> None:
     state = GraphState(graph)
     for norm in report.visiting(OP, list(graph.nodes)):
-        if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
+        if (found := calls(norm, "liger.rms_norm")) is None:
             continue
-        ((_, given),) = bound([norm])
-        total, *options = given.values()
-        call = canonical(total)
-        if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
+        total, *options = found.args
+        call = calls(total, "add")
+        if call is None or not all(map(is_tensor, call.args)):
             continue
         if state.transformed(norm):
             continue
-        try:
-            with attempt(graph):
-                _fuse(norm, total, options, call.args, state, report)
-        except Refused as refused:
-            report.refused(OP, norm, str(refused))
+        with reported(graph, report, OP, norm):
+            _fuse(norm, total, options, call.args, state, report)
 
 
 def _fuse(

@@ -16,20 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..engine.canonical import calls, canonical, same, value
+from ..engine.canonical import calls, same, value
 from ..engine.graph_state import GraphState
-from ..engine.pattern import CHEAP, Match, Pattern
+from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
 from ..engine.rewrite import (
     Refused,
-    attempt,
     before_widening,
     derive,
     emit,
-    foreign,
     items,
     number,
+    obstacle,
     replace,
+    reported,
 )
 
 OP = "mhc_coeffs"
@@ -136,13 +136,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         if found is None:
             continue
         seen |= found.nodes
-        try:
-            with attempt(graph), state.modes_of(last):
-                op = _replace(last, found, state)
-        except Refused as refused:
-            report.refused(OP, last, str(refused))
-        else:
-            report.used(OP, op)
+        with reported(graph, report, OP, last), state.modes_of(last):
+            report.used(OP, _replace(last, found, state))
 
 
 def _sinkhorn(last: fx.Node) -> Sinkhorn | None:
@@ -195,7 +190,9 @@ def _replace(last: fx.Node, found: Sinkhorn, state: GraphState) -> fx.Node:
     }
     roots = [others["h_pre"].root, others["h_post"].root, last]
     nodes = {*found.nodes, found.start, *res.nodes}.union(*(one.nodes for one in others.values()))
-    _check(roots, nodes, res, state)
+    inputs = (*res.values.values(), before_widening(res["fn"]))
+    if reason := obstacle(roots, nodes, inputs, state):
+        raise Refused(reason)
     at = min(roots, key=state.order.__getitem__)
     phi = derive(at, torch.transpose, before_widening(res["fn"]), 0, 1)
     alphas = [derive(at, operator.getitem, res["scale"], i) for i in range(3)]
@@ -253,26 +250,3 @@ def _after(node: fx.Node) -> Iterator[fx.Node]:
         waiting = [user for one in waiting for user in one.users if user not in seen]
         seen.update(waiting)
         yield from dict.fromkeys(waiting)
-
-
-def _check(roots: list[fx.Node], nodes: set[fx.Node], res: Match, state: GraphState) -> None:
-    """Raise Refused if a value on the way is used elsewhere, modes are mixed, or a tensor is
-    written in place."""
-    for node in nodes.difference(roots):
-        call = canonical(node)
-        if call is not None and call.op in CHEAP:
-            continue
-        outside = [user for user in node.users if user not in nodes]
-        if outside:
-            raise Refused(
-                f"{node.name}, a value on the way, is used elsewhere, by {outside[0].name}"
-            )
-    if not state.one_mode(nodes):
-        raise Refused("its operations run in different gradient or autocast modes")
-    values = (*res.values.values(), before_widening(res["fn"]))
-    inputs = [one for one in values if isinstance(one, fx.Node)]
-    if reason := foreign(inputs):
-        raise Refused(reason)
-    first = min(nodes, key=state.order.__getitem__)
-    if state.written([*nodes, *inputs], first, max(roots, key=state.order.__getitem__)):
-        raise Refused("a tensor is written in place between its operations")

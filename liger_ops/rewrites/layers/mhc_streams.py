@@ -14,7 +14,7 @@ from ..engine.canonical import calls, is_tensor, value
 from ..engine.graph_state import GraphState
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Refused, Search, attempt, derive, emit, obstacle
+from ..engine.rewrite import Search, derive, emit, match_obstacle, put_all
 
 
 def weighted_sum(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -38,35 +38,26 @@ def rewrite_pre(graph: fx.Graph, report: Report) -> None:
             with search.state.modes_of(node):
                 match = PRE.match(node)
             if match is not None:
-                reason = match.difference or obstacle(match, search.state)
+                reason = match.difference or match_obstacle(match, search.state)
                 break
         if match is None or reason is not None:
             report.refused("mhc_pre", h_pre, str(reason))
             continue
-        try:
-            with attempt(graph), search.state.modes_of(match.root):
-                new = emit(
-                    match.root, torch.ops.liger.mhc_pre.default, (match["x"], match["h_pre"])
-                )
-                search.replace((match, new))
-            search.used(new)
-        except Refused as refused:
-            search.refuse(match, str(refused))
+        search.attempt(match, _put, torch.ops.liger.mhc_pre.default, search)
     search.finish()
 
 
 def rewrite_post_res(graph: fx.Graph, report: Report) -> None:
-    search = Search(graph, report, "mhc_post_res")
-    for match, _ in search.matches([(POST_RES, None)]):
-        try:
-            with attempt(graph), search.state.modes_of(match.root):
-                args, nodes = _unrounded(match, search.state)
-                new = emit(match.root, torch.ops.liger.mhc_post_res.default, args)
-                search.replace((replace(match, nodes=match.nodes | nodes), new))
-            search.used(new)
-        except Refused as refused:
-            search.refuse(match, str(refused))
-    search.finish()
+    spellings = [(POST_RES, torch.ops.liger.mhc_post_res.default)]
+    put_all(graph, report, "mhc_post_res", spellings, _put)
+
+
+def _put(match: Match, op: Any, search: Search) -> fx.Node:
+    with search.state.modes_of(match.root):
+        args, nodes = _unrounded(match, search.state)
+        new = emit(match.root, op, args)
+        search.replace((replace(match, nodes=match.nodes | nodes), new))
+    return new
 
 
 def _weights(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -95,6 +86,8 @@ def _unrounded(match: Match, state: GraphState) -> tuple[tuple[Any, ...], set[fx
     The code rounds h_post and h_res to the dtype of x, because PyTorch's product needs one dtype.
     The op takes them in float32, and so does not round them or their gradients.
     """
+    if "h_pre" in match.values:
+        return (match["x"], match["h_pre"]), set()
     h_post, rounded_post = _before_rounding(match["h_post"], match, state)
     turned = calls(match["h_res"], "transpose")
     if turned is None:

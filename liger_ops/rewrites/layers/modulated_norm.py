@@ -9,15 +9,13 @@ would read the norm's result.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..engine.canonical import Call, same, value
-from ..engine.canonical.call import spelled
+from ..engine.canonical import same, value
 from ..engine.graph_state import erase_unused
 from ..engine.outside_autocast import mark, modes_of
 from ..engine.pattern import Match, Pattern
@@ -33,37 +31,13 @@ from ..engine.rewrite import (
     used_elsewhere,
 )
 
-layer_norm = torch.ops.liger.layer_norm.default
-rms_norm = torch.ops.liger.rms_norm.default
-NORMS = (layer_norm, rms_norm)
+NORMS = (torch.ops.liger.layer_norm.default, torch.ops.liger.rms_norm.default)
 
 
-@spelled(layer_norm)
-def _layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5) -> Call:
-    return Call("liger.layer_norm", (x, weight, bias, eps))
-
-
-@spelled(rms_norm)
-def _rms_norm(
-    x: Any, weight: Any = None, eps: Any = 1e-6, offset: Any = 0.0, casting_mode: Any = "llama"
-) -> Call:
-    return Call("liger.rms_norm", (x, weight, eps, offset, casting_mode))
-
-
-def rewrite_layer_norm(graph: fx.Graph, report: Report) -> None:
-    _rewrite(graph, report, "modulated_layer_norm", LAYER_NORMS)
-
-
-def rewrite_rms_norm(graph: fx.Graph, report: Report) -> None:
-    _rewrite(graph, report, "modulated_rms_norm", RMS_NORMS)
-
-
-def _rewrite(
-    graph: fx.Graph, report: Report, name: str, spellings: list[tuple[Pattern, Replacement]]
-) -> None:
-    search = Search(graph, report, name, shared=NORMS)
+def rewrite(of: str, graph: fx.Graph, report: Report) -> None:
+    search = Search(graph, report, f"modulated_{of}", shared=NORMS)
     found: dict[fx.Node, list[_Modulation]] = defaultdict(list)
-    for match, replacement in search.matches(spellings):
+    for match, replacement in search.matches(SPELLINGS[of]):
         try:
             modulation = _modulation_by(match, replacement, search)
         except Refused as refused:
@@ -139,101 +113,54 @@ def _rows(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
     return x, scale, match.values.get("shift")
 
 
-def _layer_norm_of(rounds: bool, unsqueezed: bool) -> Replacement:
-    return lambda match: (
-        torch.ops.liger.modulated_layer_norm.default,
-        (
-            *_rows(match, rounds, unsqueezed), match["weight"], match["bias"], match["eps"],
-            "torch" if rounds else "float32",
-        ),
-    )  # fmt: skip
-
-
-def _rms_norm_of(rounds: bool, unsqueezed: bool) -> Replacement:
-    return lambda match: (
-        torch.ops.liger.modulated_rms_norm.default,
-        (
-            *_rows(match, rounds, unsqueezed), match["weight"], match["eps"], match["offset"],
-            match["casting_mode"] if rounds else "float32",
-        ),
-    )  # fmt: skip
-
-
-# The modulation of y, the result of a norm of x. A dimension that stands for the tokens is added
-# to scale and shift before, as in DiT, or to their sum with 1 after, as in AdaLayerNormContinuous.
-def shifted(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return (y * (1 + scale) + shift).to(x.dtype)
-
-
-def scaled(y: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    return (y * (1 + scale)).to(x.dtype)
-
-
-def unsqueezed_after(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return (y * (1 + scale).unsqueeze(-2) + shift.unsqueeze(-2)).to(x.dtype)
-
-
-def unsqueezed_after_alone(y: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    return (y * (1 + scale).unsqueeze(-2)).to(x.dtype)
-
-
-# Modulation, its examples, and whether it is of the form `unsqueezed`. With the shift first: the
+# Whether x is widened before the norm, and whether the code casts to x's dtype after it. In float32
+# first, which the others would match too, with a cast of x before. Then with and without the cast,
+# which differ under autocast, where the norm of a narrow x is float32.
+CASTS = ((True, True), (False, True), (False, False))
+# Whether a dimension that stands for the tokens is added to the sum of scale with 1, as in
+# AdaLayerNormContinuous, or to scale before, as in DiT; and the examples. With the shift first: the
 # other would match the product, of which the sum is another use.
-FORMS: tuple[tuple[Callable[..., Tensor], dict[str, Any], bool], ...] = (
-    (shifted, {"scale": (2, 1, 8), "shift": (2, 1, 8)}, False),
-    (unsqueezed_after, {"scale": (2, 8), "shift": (2, 8)}, True),
-    (scaled, {"scale": (2, 1, 8)}, False),
-    (unsqueezed_after_alone, {"scale": (2, 8)}, True),
+FORMS: tuple[tuple[bool, dict[str, Any]], ...] = (
+    (False, {"scale": (2, 1, 8), "shift": (2, 1, 8)}),
+    (True, {"scale": (2, 8), "shift": (2, 8)}),
+    (False, {"scale": (2, 1, 8)}),
+    (True, {"scale": (2, 8)}),
 )
 
 
-def _layer_norm_pattern(
-    form: Callable[..., Tensor], wide: bool, cast: bool, **examples: Any
-) -> Pattern:
-    def with_shift(x: Any, weight: Any, bias: Any, eps: Any, scale: Any, shift: Any) -> Tensor:
-        y = layer_norm(x.to(torch.float32) if wide else x, weight, bias, eps)
-        return form(y, x if cast else y, scale, shift)
+def _spelling(
+    norm: str, wide: bool, cast: bool, unsqueezed: bool, scale: Any, given: dict[str, Any]
+) -> tuple[Pattern, Replacement]:
+    """A spelling of a norm with the arguments `given`, and the op. What rounds, the last argument
+    of the op, is the norm's casting mode if it has one, and float32 if x is widened before."""
 
-    def without(x: Any, weight: Any, bias: Any, eps: Any, scale: Any) -> Tensor:
-        y = layer_norm(x.to(torch.float32) if wide else x, weight, bias, eps)
-        return form(y, x if cast else y, scale)
+    def modulated(x: Any, scale: Any, shift: Any = None, **given: Any) -> Tensor:
+        normed = getattr(torch.ops.liger, norm).default(x.to(torch.float32) if wide else x, **given)
+        y = normed * _unsqueezed(1 + scale)
+        y = y if shift is None else y + _unsqueezed(shift)
+        return y.to((x if cast else normed).dtype)
 
-    function = with_shift if "shift" in examples else without
-    return Pattern(function, x=(2, 3, 8), weight=(8,), bias=(8,), eps=1e-5, **examples)
+    def _unsqueezed(rows: Any) -> Any:
+        return rows.unsqueeze(-2) if unsqueezed else rows
 
+    def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
+        values = [match[name] for name in given if name != "casting_mode"]
+        mode = "float32" if wide else match.values.get("casting_mode", "torch")
+        args = (*_rows(match, not wide, unsqueezed), *values, mode)
+        return getattr(torch.ops.liger, f"modulated_{norm}").default, args
 
-def _rms_norm_pattern(
-    form: Callable[..., Tensor], wide: bool, cast: bool, **examples: Any
-) -> Pattern:
-    def with_shift(
-        x: Any, weight: Any, eps: Any, offset: Any, casting_mode: Any, scale: Any, shift: Any
-    ) -> Tensor:
-        wanted = x.to(torch.float32) if wide else x
-        y = rms_norm(wanted, weight, eps, offset, casting_mode)
-        return form(y, x if cast else y, scale, shift)
-
-    def without(
-        x: Any, weight: Any, eps: Any, offset: Any, casting_mode: Any, scale: Any
-    ) -> Tensor:
-        wanted = x.to(torch.float32) if wide else x
-        y = rms_norm(wanted, weight, eps, offset, casting_mode)
-        return form(y, x if cast else y, scale)
-
-    function = with_shift if "shift" in examples else without
-    options: dict[str, Any] = {"eps": 1e-5, "offset": 0.0, "casting_mode": "llama"}
-    return Pattern(function, x=(2, 3, 8), weight=(8,), **options, **examples)
+    return Pattern(modulated, x=(2, 3, 8), **scale, **given), replacement
 
 
-# In float32 first, which the other forms would match too, with a cast of x before. Then with and
-# without a cast to x's dtype, which differ under autocast, where the norm of a narrow x is float32.
-LAYER_NORMS, RMS_NORMS = (
-    [
-        (pattern(form, wide, cast, **examples), replacement(not wide, unsqueezed))
-        for wide, cast in ((True, True), (False, True), (False, False))
-        for form, examples, unsqueezed in FORMS
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "layer_norm": {"weight": (8,), "bias": (8,), "eps": 1e-5},
+    "rms_norm": {"weight": (8,), "eps": 1e-5, "offset": 0.0, "casting_mode": "llama"},
+}
+SPELLINGS = {
+    norm: [
+        _spelling(norm, *casts, unsqueezed, scale, given)
+        for casts in CASTS
+        for unsqueezed, scale in FORMS
     ]
-    for pattern, replacement in (
-        (_layer_norm_pattern, _layer_norm_of),
-        (_rms_norm_pattern, _rms_norm_of),
-    )
-)
+    for norm, given in _ARGUMENTS.items()
+}

@@ -105,7 +105,7 @@ def _put(
     and after the target, up to the bias.
     """
     chain = loss.chain
-    if loss.ends[0].part == "loss":
+    if loss.ends[0].kind == "loss":
         options = (loss.ignore_index, loss.reduction, loss.label_smoothing)
         args = (
             rows(x, chain, at), *before, loss.target, *after,

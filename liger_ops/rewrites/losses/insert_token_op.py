@@ -12,7 +12,7 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.rewrite import Refused, derive, emit
 from .loss_chain import NARROW
-from .losses import NO_CLASS, JoinedTargets, Loss, LossOutput
+from .losses import NO_CLASS, JoinedTargets, Loss, TokenTerm
 
 # Positions among the results of the ops that end in _forward.
 _LOSS, _LSE, _TARGET_LOGIT, _LSE_ERROR = 0, 2, 3, 7
@@ -27,7 +27,7 @@ def parts_of(
 
     `x`, `before` and `after` are the op's arguments before and after the target.
     """
-    names = {end.part for end in loss.ends}
+    names = {end.kind for end in loss.ends}
     # The ops that end in _forward have no autocast rule, so their inputs are cast here.
     dtype = value(loss.chain.logits).dtype
     x = _cast(x, dtype, at)
@@ -47,7 +47,7 @@ def parts_of(
     else:
         parts = _cross_entropy_parts(names, new, value(loss.chain.logits).shape[-1], at)
     mode = state.modes(at)
-    return new, [_as_end(end, *parts[end.part], mode, at, state) for end in loss.ends]
+    return new, [_as_end(end, *parts[end.kind], mode, at, state) for end in loss.ends]
 
 
 def _target(loss: Loss, x: fx.Node, at: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -57,7 +57,7 @@ def _target(loss: Loss, x: fx.Node, at: fx.Node) -> tuple[fx.Node, fx.Node | Non
         first = derive(at, operator.getitem, x, (..., 0))
         return derive(at, torch.zeros_like, first, dtype=torch.int64), None
     target = _built(loss.target, at)
-    if loss.has_classes:
+    if loss.of.ignore_index is None:
         target = derive(at, torch.squeeze, target, -1)
     if value(target).dim() != value(x).dim() - 1:
         first = derive(at, operator.getitem, x, (..., 0))
@@ -125,18 +125,18 @@ def _cross_entropy_parts(
 
 
 def _as_end(
-    end: LossOutput, part: fx.Node, negative: bool, mode: tuple[Any, ...],
+    end: TokenTerm, part: fx.Node, negative: bool, mode: tuple[Any, ...],
     at: fx.Node, state: GraphState,
 ) -> fx.Node:  # fmt: skip
     """A part of the loss with the sign, shape, dtype and gradient of the node that it replaces."""
     before = value(end.node)
-    if end.by_rows and value(part).dim() > 1:
+    if end.chain.by_rows and value(part).dim() > 1:
         part = derive(at, torch.flatten, part)
     if negative != end.negative:
         part = derive(at, torch.neg, part)
     if before.dim() > value(part).dim():
         part = derive(at, torch.unsqueeze, part, -1)
-    if end.part in ("total", "entropy") and before.dtype not in (value(part).dtype, *NARROW):
+    if end.kind in ("total", "entropy") and before.dtype not in (value(part).dtype, *NARROW):
         raise Refused(f"the log-probabilities are summed in {before.dtype}")
     part = _cast(part, before.dtype, at)
     if state.modes(end.node) != mode:

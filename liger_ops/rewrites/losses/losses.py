@@ -11,28 +11,41 @@ from ..engine.canonical import Call, canonical, is_tensor, value
 from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, chain_of, way_of
 
+FUNCTIONS = ("cross_entropy", "nll_loss")
 # An ignore_index that no target has, because `gather` does not ignore any.
 NO_CLASS = -(2**31)
 
 
 @dataclass(frozen=True)
-class LossOutput:
-    """A node whose value is a loss, or a part of one.
+class TokenTerm:
+    """A node whose value is a loss, or a value per token.
 
     Attributes:
         node: the node.
-        part: "loss", with its reduction; or, per token: "log_prob" of the target, "entropy", "lse",
-            "target_logit", or "total", which is the sum of the log-probabilities of all classes.
-        negative: whether the part is multiplied by -1.
-        by_rows: whether the tokens are in one dimension, whatever the positions of the logits.
-        nodes: the nodes between the logits and this one.
+        kind: "loss", with its reduction; or, per token: "log_prob" of the target, "entropy", "lse",
+            "target_logit", or "total", which is the sum of the log-probabilities of all classes; or
+            "mean_logit", the mean of a token's logits, weighted by their probabilities, which is
+            only known as half of an entropy.
+        chain: the way back from the input of the softmax to the logits.
+        inner: the nodes between the input of the softmax and `node`.
+        target: the class indices, a node or `JoinedTargets`; None if the term has none.
+        negative: whether the term is multiplied by -1.
+        ignore_index: the target of tokens whose value is 0, in a call of a loss function; None for
+            `gather`, whose index has a last dimension of 1.
     """
 
     node: fx.Node
-    part: str
+    kind: str
+    chain: LogitsPath
+    inner: tuple[fx.Node, ...] = ()
+    target: Any = None
     negative: bool = False
-    by_rows: bool = True
-    nodes: tuple[fx.Node, ...] = ()
+    ignore_index: int | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes between the logits and this one."""
+        return (*self.inner, *self.chain.nodes)
 
 
 @dataclass(frozen=True)
@@ -54,28 +67,33 @@ def nodes_of(target: Any) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that the ops can compute.
+    """A loss that the ops can compute: the nodes to replace, in no order, and the ops' options."""
 
-    Attributes:
-        ends: the nodes to replace, in no order.
-        chain: the way back from the ends to the logits.
-        target: the class indices: a node, or `JoinedTargets`; None if no end needs them.
-        has_classes: whether target has a last dimension of 1, as the index of `gather` has.
-        The others are arguments of the ops.
-    """
-
-    ends: tuple[LossOutput, ...]
-    chain: LogitsPath
-    target: Any
-    has_classes: bool = False
+    ends: tuple[TokenTerm, ...]
     class_weight: Any = None
-    ignore_index: int = NO_CLASS
     reduction: str = "none"
     label_smoothing: float = 0.0
 
     @property
     def node(self) -> fx.Node:
         return self.ends[0].node
+
+    @property
+    def of(self) -> TokenTerm:
+        """The end that the logits and the target are taken from."""
+        return next((end for end in self.ends if end.target is not None), self.ends[0])
+
+    @property
+    def chain(self) -> LogitsPath:
+        return self.of.chain
+
+    @property
+    def target(self) -> Any:
+        return self.of.target
+
+    @property
+    def ignore_index(self) -> int:
+        return NO_CLASS if self.of.ignore_index is None else self.of.ignore_index
 
     @property
     def nodes(self) -> set[fx.Node]:
@@ -88,7 +106,7 @@ def losses(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if (call := canonical(node)) is not None and call.op in _READERS
+        if (call := canonical(node)) is not None and call.op in FUNCTIONS
     ]
 
 
@@ -96,28 +114,29 @@ def read(node: fx.Node) -> Loss:
     """The loss that `node` computes; raises Refused if the ops do not support it."""
     call = canonical(node)
     assert call is not None
-    return _READERS[call.op](node, call)
+    end = called(node, call)
+    _, target, weight, ignore_index, reduction, *smoothing = call.args
+    if value(target).is_floating_point():
+        raise Refused("the target is probabilities, not the index of a class")
+    if not all(isinstance(one, (int, float)) for one in (ignore_index, *smoothing)):
+        raise Refused("an option is not known at compile time")
+    if is_tensor(weight) and value(weight).requires_grad:
+        raise Refused("the weight of the classes requires a gradient")
+    check_users(end.inner, {node, *end.inner})
+    return Loss((end,), weight, reduction, *map(float, smoothing))
 
 
-def _cross_entropy(node: fx.Node, call: Call) -> Loss:
-    logits, target, weight, ignore_index, reduction, label_smoothing = call.args
-    chain = chain_of(of_classes(logits, target))
-    _check_options(target, weight, ignore_index, label_smoothing)
-    end = LossOutput(node, "loss", nodes=chain.nodes)
-    options = (weight, ignore_index, reduction, float(label_smoothing))
-    return Loss((end,), chain, target, False, *options)
-
-
-def _nll_loss(node: fx.Node, call: Call) -> Loss:
-    log_probs, target, weight, ignore_index, reduction = call.args
-    way = way_of(of_classes(log_probs, target))
-    if way is None or way.op != "log_softmax" or way.negative:
-        raise Refused("the loss's input is not known to be log_softmax")
-    _check_options(target, weight, ignore_index)
-    check_users(way.nodes, {node, *way.nodes})
-    chain = chain_of(way.start)
-    end = LossOutput(node, "loss", nodes=(*way.nodes, *chain.nodes))
-    return Loss((end,), chain, target, False, weight, ignore_index, reduction)
+def called(node: fx.Node, call: Call, tempered: bool = False) -> TokenTerm:
+    """The loss of a call of a loss function; raises Refused if its input is not that of the ops."""
+    logits, target, _, ignore_index, *_ = call.args
+    inner: tuple[fx.Node, ...] = ()
+    start = of_classes(logits, target, tempered)
+    if call.op == "nll_loss":
+        way = way_of(start)
+        if way is None or way.op != "log_softmax" or way.negative:
+            raise Refused("the loss's input is not known to be log_softmax")
+        start, inner = way.start, way.nodes
+    return TokenTerm(node, "loss", chain_of(start), inner, target, ignore_index=ignore_index)
 
 
 def of_classes(logits: Any, target: Any, tempered: bool = False) -> LogitsPath:
@@ -130,15 +149,6 @@ def of_classes(logits: Any, target: Any, tempered: bool = False) -> LogitsPath:
     if call is None or call.op != "transpose" or call.args[1] != (-2, -1):
         raise Refused("the classes are the second dimension of the logits in memory, not the last")
     return LogitsPath(call.args[0], (logits,), by_rows=False, tempered=tempered)
-
-
-def _check_options(target: Any, weight: Any, *numbers: Any) -> None:
-    if value(target).is_floating_point():
-        raise Refused("the target is probabilities, not the index of a class")
-    if not all(isinstance(one, (int, float)) for one in numbers):
-        raise Refused("an option is not known at compile time")
-    if is_tensor(weight) and value(weight).requires_grad:
-        raise Refused("the weight of the classes requires a gradient")
 
 
 def check_users(inner: Any, matched: set[fx.Node]) -> None:
@@ -164,5 +174,3 @@ def used_by(user: fx.Node) -> str:
 
 # Operations that a value may pass through before it is returned.
 _RETURNED_AS = {"cast", "contiguous", "flatten", "slice", "view"}
-
-_READERS = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}

@@ -17,32 +17,7 @@ from torch import fx
 from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, same, value
 from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, SoftmaxPath, alike, chain_of, way_of
-from .losses import JoinedTargets, of_classes
-
-
-@dataclass(frozen=True)
-class TokenTerm:
-    """A value per token.
-
-    Attributes:
-        node: the node whose value it is.
-        kind: a part of `LossOutput`; or "mean_logit", the mean of a token's logits, weighted by
-            their probabilities, which is only known as half of an entropy.
-        chain: the way back from the input of the softmax to the logits.
-        inner: the nodes between the input of the softmax and `node`.
-        target: the class indices, a node or `JoinedTargets`; None if the part has none.
-        negative: whether the part is multiplied by -1.
-        ignore_index: the target of tokens whose value is 0, in a call of a loss function; None for
-            `gather`, whose index has a last dimension of 1.
-    """
-
-    node: fx.Node
-    kind: str
-    chain: LogitsPath
-    inner: tuple[fx.Node, ...] = ()
-    target: Any = None
-    negative: bool = False
-    ignore_index: int | None = None
+from .losses import FUNCTIONS, JoinedTargets, TokenTerm, called
 
 
 class Parts:
@@ -184,24 +159,16 @@ class Parts:
 
     def _call(self, node: fx.Node, call: Call) -> TokenTerm | None:
         """A loss function without a reduction, which is a log-probability times -1."""
-        logits, target, weight, ignore_index, reduction, *smoothing = call.args
+        _, target, weight, ignore_index, reduction, *smoothing = call.args
         if reduction != "none" or weight is not None or smoothing not in ([], [0.0]):
             return None
         if not isinstance(ignore_index, int) or value(target).is_floating_point():
             return None
         try:
-            start = of_classes(logits, target, tempered=True)
-            inner: tuple[fx.Node, ...] = ()
-            if call.op == "nll_loss":
-                way = way_of(start)
-                if way is None or way.op != "log_softmax" or way.negative:
-                    return None
-                start, inner = way.start, way.nodes
-            chain = chain_of(start)
+            return replace(called(node, call, tempered=True), kind="log_prob", negative=True)
         except Refused:
-            # `losses` reports it.
+            # `read` reports it.
             return None
-        return TokenTerm(node, "log_prob", chain, inner, target, True, ignore_index)
 
 
 # What the difference of two parts is, and whether it is multiplied by -1.
@@ -215,7 +182,7 @@ _DIFFERENCES = {
 READERS: dict[str, Any] = {
     **{name: getattr(Parts, f"_{name}") for name in ("gather", "logsumexp", "sum", "sub", "neg")},
     **dict.fromkeys(("stack", "cat"), Parts._joined),
-    **dict.fromkeys(("cross_entropy", "nll_loss"), Parts._call),
+    **dict.fromkeys(FUNCTIONS, Parts._call),
 }
 
 

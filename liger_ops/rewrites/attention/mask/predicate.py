@@ -43,14 +43,16 @@ def predicate(condition: Condition) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def inlined(call: Callable[..., Any], module: fx.GraphModule, *inputs: Any) -> Any:
+def inlined(call: Callable[..., Any], graph: fx.Graph, *inputs: Any) -> Any:
     """Call or insert the operations of a graph."""
-    values: dict[fx.Node, Any] = dict(
-        zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    )
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            values[node] = call(node.target, *fx.map_arg(node.args, values.__getitem__))
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in graph.nodes:
+        target: Any = node.target
+        if node.op == "call_method":
+            target = getattr(torch.Tensor, target)
+        if node.op.startswith("call"):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = call(target, *args, **kwargs)
     return values[node.args[0]]
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from ...engine.canonical import value
+from ...engine.emitter import Emitter
 from ...engine.failure import guarded
 from ...engine.graph_state import GraphState, erase_unused
-from ...engine.replay import replay
-from ...engine.rewrite import ORIGIN
 from ..mask.algebra import Unknown
+from ..mask.predicate import inlined
 from ..unfused_attention import Mask
 from .mask_outputs import Known, Recipe, known, may_be_mask
 from .padding import masks_of_attention
@@ -113,28 +113,15 @@ def put(module: fx.GraphModule, places: Sequence[int], masks: Sequence[Known | N
 
 def _compute(node: fx.Node, recipe: Recipe, data: Sequence[fx.Node], last: fx.Node) -> None:
     """Compute the input `node` after the input `last`, and let the graph use that."""
-    graph, copies, given = node.graph, {}, iter(data)
-    user = next(iter(node.users), None)
-    for one in recipe.graph.nodes:
-        if one.op == "placeholder":
-            copies[one] = next(given)
-        elif one.op != "output":
-            with graph.inserting_after(last):
-                copies[one] = last = graph.node_copy(one, copies.__getitem__)
-            with value(node).fake_mode:
-                last.meta["example_value"] = replay(
-                    last, *fx.map_arg((last.args, last.kwargs), value)
-                )
-            if user is not None:
-                last.meta.update({key: user.meta[key] for key in ORIGIN if key in user.meta})
-    example, traced = value(last), value(node)
+    made = inlined(Emitter(last.next, value(node)), recipe.graph, *data)
+    example, traced = value(made), value(node)
     if (example.shape, example.dtype, example.device) != (
         traced.shape, traced.dtype, traced.device,
     ):  # fmt: skip
         raise AssertionError(f"a mask of {example.shape} in the place of one of {traced.shape}")
-    place = graph.find_nodes(op="placeholder").index(node)
-    node.replace_all_uses_with(last)
-    last.meta[_INSTEAD_OF] = place
+    place = node.graph.find_nodes(op="placeholder").index(node)
+    node.replace_all_uses_with(made)
+    made.meta[_INSTEAD_OF] = place
 
 
 def put_back(module: fx.GraphModule) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ....torch_private import OpOverload, OpOverloadPacket
+from ..recognise import bound, op_of
 
 
 class Call(NamedTuple):
@@ -91,6 +92,8 @@ def canonical(node: Any) -> Call | None:
 
 
 def _canonical(node: fx.Node) -> Call | None:
+    for _, given in bound([node]):
+        return Call(f"liger.{op_of(node)}", tuple(given.values()))
     function = FUNCTIONS.get(node.target) if node.op == "call_function" else None
     spelling = function or METHODS.get(_method(node))
     if spelling is None:

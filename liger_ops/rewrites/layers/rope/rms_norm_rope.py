@@ -14,37 +14,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...engine.canonical import IDENTITY, Call, calls, canonical, is_tensor, same, value
-from ...engine.canonical.call import spelled
+from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from ...engine.graph_state import GraphState
 from ...engine.outside_autocast import is_marked, mark, modes_of
 from ...engine.pattern import Pattern, last_operation
 from ...engine.report import Report
 from ...engine.rewrite import (
     Refused,
-    attempt,
     derive,
     emit,
     foreign,
     items,
+    match_obstacle,
     not_written_since,
-    obstacle,
     replace,
+    reported,
     runs_outside,
 )
 from .. import layer_norm, rms_norm
 from .rope_tables import View, viewed
 
 OP = "rms_norm_rope"
-ROPE = torch.ops.liger.rope.default
-
-
-@spelled(ROPE)
-def _rope(
-    q: Any, k: Any, cos: Any, sin: Any = None, interleaved: Any = False, per_pair: Any = False,
-    sections: Any = None, deinterleave: Any = False,
-) -> Call:  # fmt: skip
-    return Call("liger.rope", (q, k, cos, sin, interleaved, per_pair, sections, deinterleave))
 
 
 @dataclass(frozen=True)
@@ -70,11 +60,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         call = calls(rotation, "liger.rope")
         if call is None or not rotation.users or state.transformed(rotation):
             continue
-        try:
-            with attempt(graph):
-                _fuse(rotation, call.args, state, report)
-        except Refused as refused:
-            report.refused(OP, rotation, str(refused))
+        with reported(graph, report, OP, rotation):
+            _fuse(rotation, call.args, state, report)
 
 
 def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: Report) -> None:
@@ -205,7 +192,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
             match = pattern.match(node) if pattern.op == last else None
             if match is None:
                 continue
-            why = match.difference or obstacle(match, state)
+            why = match.difference or match_obstacle(match, state)
             if why is not None:
                 difference = difference or why
                 continue
