@@ -155,8 +155,8 @@ class TwoHeads:
             ranks.flatten(0, 1), self._divergence(chunk), self.shard.group
         )
         none = torch.zeros_like(found.divergence)
-        of_labels = (none if x is None else x for x in (lse, error))
-        return chunk, torch.stack([*found, *of_labels]), nll
+        of_cross_entropy = [none if x is None else x for x in (lse, error)]
+        return chunk, torch.stack([*found, *of_cross_entropy]), nll
 
     def dlogits(self, chunk: Chunk, statistics: Tensor, upstream: Upstream) -> Tensor:
         """The gradient of the chunk's logits, from those of every token's divergence and
