@@ -136,11 +136,15 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points,
     workloads = selected(options.ops, options.shapes, options.dtypes)
     accelerator = find(options.device)
     run = Run(
-        accelerator, workloads, [name for name in PROVIDERS if name in options.providers],
-        [mode for mode in MODES if mode in options.modes], Effort(rounds=options.repetitions),
-        options.budget, facts=_facts(arguments),
+        accelerator,
+        workloads,
+        [name for name in PROVIDERS if name in options.providers],
+        [mode for mode in MODES if mode in options.modes],
+        Effort(rounds=options.repetitions),
+        options.budget,
+        facts=_facts(arguments),
         say=lambda text: print(text, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    )
     return carried_out(run, accelerator, options.json)
 
 

@@ -12,9 +12,14 @@ from .timing import Spread
 # Unit of each metric. speed is time on the device, host is time on the host, graph is the time of a
 # captured graph, memory is the peak above what was allocated before, share is of the device's rate.
 UNITS = {
-    "speed": "ms", "share": "%", "memory": "MB", "gradients": "MB", "host": "us", "graph": "ms",
+    "speed": "ms",
+    "share": "%",
+    "memory": "MB",
+    "gradients": "MB",
+    "host": "us",
+    "graph": "ms",
     "error": "relative",
-}  # fmt: skip
+}
 # Names that stand for an op in the points of the device's rates.
 COPY, MATRIX_PRODUCT = "copy", "matrix_product"
 # The note of a point whose call ran on a device of which nothing can be measured.

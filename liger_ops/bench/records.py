@@ -42,13 +42,21 @@ def as_records(
         record = records.setdefault(
             key,
             {
-                "kernel_name": point.kernel, "kernel_provider": point.provider,
-                "metric_name": point.metric, "metric_unit": point.unit, "gpu_name": gpu_name,
-                "x_name": "shape", "x_label": point.dims, "x_values": [],
-                **{column: [] for column in COLUMNS}, "kernel_operation_mode": point.mode,
-                "extra_benchmark_config_str": text, "timestamp": timestamp, "version": version,
+                "kernel_name": point.kernel,
+                "kernel_provider": point.provider,
+                "metric_name": point.metric,
+                "metric_unit": point.unit,
+                "gpu_name": gpu_name,
+                "x_name": "shape",
+                "x_label": point.dims,
+                "x_values": [],
+                **{column: [] for column in COLUMNS},
+                "kernel_operation_mode": point.mode,
+                "extra_benchmark_config_str": text,
+                "timestamp": timestamp,
+                "version": version,
             },
-        )  # fmt: skip
+        )
         record["x_values"].append(point.shape)
         values = astuple(point.value) if point.value else [None] * len(COLUMNS)
         for column, value in zip(COLUMNS, values, strict=True):
@@ -79,11 +87,17 @@ def _points(record: dict[str, Any]) -> list[Point]:
     columns = [record[column] for column in COLUMNS]
     return [
         Point(
-            kernel=record["kernel_name"], provider=record["kernel_provider"],
-            metric=record["metric_name"], unit=record["metric_unit"],
-            mode=record["kernel_operation_mode"], dims=record["x_label"], shape=shape,
-            value=None if None in values else Spread(*values), dtype=dtype, note=note,
+            kernel=record["kernel_name"],
+            provider=record["kernel_provider"],
+            metric=record["metric_name"],
+            unit=record["metric_unit"],
+            mode=record["kernel_operation_mode"],
+            dims=record["x_label"],
+            shape=shape,
+            value=None if None in values else Spread(*values),
+            dtype=dtype,
+            note=note,
             facts=json.dumps(config),
         )
         for shape, *values in zip(record["x_values"], *columns, strict=True)
-    ]  # fmt: skip
+    ]

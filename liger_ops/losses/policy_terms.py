@@ -93,8 +93,11 @@ def corrected(term: Tensor, ratios: Ratios) -> Tensor:
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 POLICY_TERMS: dict[str, Callable[[Ratios, PolicyOptions], Tensor]] = {
-    **dict.fromkeys(CLIPPED, clipped), "cispo": cispo, "sapo": sapo, "vespo": vespo,
-}  # fmt: skip
+    **dict.fromkeys(CLIPPED, clipped),
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+}
 
 
 def clip_flags(

@@ -27,22 +27,33 @@ GATED: dict[str, Any] = {
 }  # fmt: skip
 ENTRIES = (
     Entry(
-        op="swiglu", eager=lambda gate, up: F.silu(gate) * up,
-        peers={"liger-kernel": "liger_swiglu"}, models=intermediate("swiglu"), **GATED,
+        op="swiglu",
+        eager=lambda gate, up: F.silu(gate) * up,
+        peers={"liger-kernel": "liger_swiglu"},
+        models=intermediate("swiglu"),
+        **GATED,
     ),
     Entry(
-        op="geglu", eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-        peers={"liger-kernel": "liger_geglu"}, models=intermediate("geglu"), **GATED,
+        op="geglu",
+        eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+        peers={"liger-kernel": "liger_geglu"},
+        models=intermediate("geglu"),
+        **GATED,
     ),
     Entry(
         op="clamped_swiglu",
         ours=lambda x: liger_ops.clamped_swiglu(x, None, ALPHA, LIMIT, 1.0, True),
-        eager=gpt_oss_activation, inputs=lambda draw, shape: [draw.leaf(shape[0], 2 * shape[1])],
-        passes=moved(3, 5), models=intermediate("clamped_swiglu"), small=(1024, 2880),
+        eager=gpt_oss_activation,
+        inputs=lambda draw, shape: [draw.leaf(shape[0], 2 * shape[1])],
+        passes=moved(3, 5),
+        models=intermediate("clamped_swiglu"),
+        small=(1024, 2880),
     ),
     Entry(
-        op="relu_squared", eager=lambda x: F.relu(x).square(),
-        peers={"liger-kernel": "liger_relu_squared"}, models=intermediate("relu_squared"),
+        op="relu_squared",
+        eager=lambda x: F.relu(x).square(),
+        peers={"liger-kernel": "liger_relu_squared"},
+        models=intermediate("relu_squared"),
         small=(1024, 4096),
     ),
-)  # fmt: skip
+)

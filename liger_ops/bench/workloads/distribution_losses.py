@@ -23,9 +23,11 @@ def _distributions(draw: Draw, shape: Shape, logarithms: tuple[bool, bool]) -> l
 
 def _loss(op: str, liger: Any, logarithms: tuple[bool, bool], **more: Any) -> Entry:
     return Entry(
-        op=op, peers={"liger-kernel": liger},
-        inputs=lambda draw, shape: _distributions(draw, shape, logarithms), **{**OF_LOGITS, **more},
-    )  # fmt: skip
+        op=op,
+        peers={"liger-kernel": liger},
+        inputs=lambda draw, shape: _distributions(draw, shape, logarithms),
+        **{**OF_LOGITS, **more},
+    )
 
 
 # The default reduction of Liger-Kernel's functions is the mean.

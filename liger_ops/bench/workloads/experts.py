@@ -39,9 +39,12 @@ def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     T, K, E, D, I = shape
     scores = torch.rand(T, E, generator=draw.generator, device=draw.device)
     return [
-        draw.leaf(T, D), draw.leaf(E, 2 * I, D, scale=D**-0.5), draw.leaf(E, D, I, scale=I**-0.5),
-        scores.topk(K).indices, draw.normal(T, K).softmax(-1).requires_grad_(),
-    ]  # fmt: skip
+        draw.leaf(T, D),
+        draw.leaf(E, 2 * I, D, scale=D**-0.5),
+        draw.leaf(E, D, I, scale=I**-0.5),
+        scores.topk(K).indices,
+        draw.normal(T, K).softmax(-1).requires_grad_(),
+    ]
 
 
 ENTRIES = (

@@ -87,12 +87,19 @@ ENTRIES = (
         **COMMON,
     ),
     Entry(
-        op="mhc_pre", eager=deepseek_pre, peers={"liger-kernel": "liger_mhc_pre"},
+        op="mhc_pre",
+        eager=deepseek_pre,
+        peers={"liger-kernel": "liger_mhc_pre"},
         inputs=lambda draw, shape: [draw.leaf(*shape), _coefficient(draw, *shape[:2])],
-        passes=moved(5, 9), **COMMON,
+        passes=moved(5, 9),
+        **COMMON,
     ),
     Entry(
-        op="mhc_post_res", eager=deepseek_post_res, peers={"liger-kernel": "liger_mhc_post_res"},
-        inputs=_post_res_inputs, passes=moved(9, 14), **COMMON,
+        op="mhc_post_res",
+        eager=deepseek_post_res,
+        peers={"liger-kernel": "liger_mhc_post_res"},
+        inputs=_post_res_inputs,
+        passes=moved(9, 14),
+        **COMMON,
     ),
-)  # fmt: skip
+)

@@ -57,8 +57,11 @@ def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
 
 ENTRIES = (
     Entry(
-        op="linear_top_k_divergence", ours=_mean,
+        op="linear_top_k_divergence",
+        ours=_mean,
         low_memory=lambda x, *others: _mean(x, *others, accum_dtype=x.dtype),
-        eager=model_head_and_listed_words, peers={"trl": _trl}, **{**OF_HEADS, "inputs": _inputs},
+        eager=model_head_and_listed_words,
+        peers={"trl": _trl},
+        **{**OF_HEADS, "inputs": _inputs},
     ),
-)  # fmt: skip
+)

@@ -153,10 +153,13 @@ ENTRIES = (
         models={"motif-2.6b": (TOKENS, 8192)},
     ),
     Entry(
-        op="layer_norm", ours=lambda x, weight, bias: liger_ops.layer_norm(x, weight, bias, 1e-5),
+        op="layer_norm",
+        ours=lambda x, weight, bias: liger_ops.layer_norm(x, weight, bias, 1e-5),
         aten=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, 1e-5),
-        peers={"liger-kernel": peer("liger_layer_norm", 1e-5)}, inputs=leaves(1, 2),
-        figures=((32768, 4096), (8192, 16384)), models=HIDDEN,
+        peers={"liger-kernel": peer("liger_layer_norm", 1e-5)},
+        inputs=leaves(1, 2),
+        figures=((32768, 4096), (8192, 16384)),
+        models=HIDDEN,
     ),
     Entry(
         op="group_norm",
@@ -180,4 +183,4 @@ ENTRIES = (
         },
         small=(2, 320, 32, 32),
     ),
-)  # fmt: skip
+)

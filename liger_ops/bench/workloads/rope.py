@@ -58,9 +58,15 @@ def _quack(package: Any) -> Function:
 
 ENTRIES = (
     Entry(
-        op="rope", eager=llama_rope, peers={"liger-kernel": "liger_rope", "quack": _quack},
-        dims=("batch", "S", "heads", "heads of k", "D"), inputs=_inputs, passes=moved(2, 2),
-        elements=_elements, figures=((4, 4096, 32, 8, 128),), models=ROPE,
+        op="rope",
+        eager=llama_rope,
+        peers={"liger-kernel": "liger_rope", "quack": _quack},
+        dims=("batch", "S", "heads", "heads of k", "D"),
+        inputs=_inputs,
+        passes=moved(2, 2),
+        elements=_elements,
+        figures=((4, 4096, 32, 8, 128),),
+        models=ROPE,
         small=(1, 512, 32, 8, 64),
     ),
     Entry(
@@ -80,4 +86,4 @@ ENTRIES = (
         models={name: ROPE[name] for name in ROPE if name.startswith(("qwen3", "gemma3"))},
         small=(1, 512, 32, 8, 64),
     ),
-)  # fmt: skip
+)

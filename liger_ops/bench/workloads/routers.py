@@ -26,10 +26,12 @@ ENTRIES = (
     Entry(
         op="router_losses",
         ours=lambda *gate_logits: liger_ops.router_losses(list(gate_logits), TOP_K)[0],
-        eager=model_load_balancing, dims=("layers", "tokens", "experts"),
+        eager=model_load_balancing,
+        dims=("layers", "tokens", "experts"),
         inputs=lambda draw, shape: [draw.leaf(*shape[1:]) for _ in range(shape[0])],
-        passes=moved(1, 2), figures=((48, 8192, 128), (48, 65536, 128)),
+        passes=moved(1, 2),
+        figures=((48, 8192, 128), (48, 65536, 128)),
         models={"Qwen3-30B-A3B": (48, 65536, 128), "Mixtral-8x7B": (32, 65536, 8)},
         small=(8, 512, 128),
     ),
-)  # fmt: skip
+)

@@ -21,13 +21,18 @@ def model_sparsemax(x: Tensor) -> Tensor:
 
 ENTRIES = (
     Entry(
-        op="softmax", aten=lambda x: F.softmax(x, -1),
+        op="softmax",
+        aten=lambda x: F.softmax(x, -1),
         peers={"liger-kernel": "liger_softmax", "quack": "softmax"},
-        figures=((8192, 4096), (8192, 32768)), models=VOCABULARY,
+        figures=((8192, 4096), (8192, 32768)),
+        models=VOCABULARY,
     ),
     Entry(op="log_softmax", aten=lambda x: F.log_softmax(x, -1), models=VOCABULARY),
     Entry(
-        op="sparsemax", eager=model_sparsemax, peers={"liger-kernel": "liger_sparsemax"},
-        figures=((8192, 4096), (8192, 32768)), models=VOCABULARY,
+        op="sparsemax",
+        eager=model_sparsemax,
+        peers={"liger-kernel": "liger_sparsemax"},
+        figures=((8192, 4096), (8192, 32768)),
+        models=VOCABULARY,
     ),
-)  # fmt: skip
+)

@@ -104,9 +104,11 @@ def _mhc_post_res_backward_kernel(
 
 
 KERNELS = {
-    "mhc_pre": _mhc_pre_kernel, "mhc_pre_backward": _mhc_pre_backward_kernel,
-    "mhc_post_res": _mhc_post_res_kernel, "mhc_post_res_backward": _mhc_post_res_backward_kernel,
-}  # fmt: skip
+    "mhc_pre": _mhc_pre_kernel,
+    "mhc_pre_backward": _mhc_pre_backward_kernel,
+    "mhc_post_res": _mhc_post_res_kernel,
+    "mhc_post_res_backward": _mhc_post_res_backward_kernel,
+}
 
 
 def launch_op(op: str, x: Tensor, plan: Tile | None, *tensors: Tensor | None) -> None:

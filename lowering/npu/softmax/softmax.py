@@ -17,9 +17,11 @@ from ..tiling import COSTS, Cost, Kept, Plan, launch_rows
 # padded 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
 # kept 16384 in pieces of 1024: 41.0%, of 4096: 62.9%, fp32 8192 of 2048: 48.3%.
 COSTS["softmax"] = Cost(
-    {2: 18.1, 4: 14.1}, {2: 22.2, 4: 18.2}, padding=2.2,
+    {2: 18.1, 4: 14.1},
+    {2: 22.2, 4: 18.2},
+    padding=2.2,
     kept=(Kept({2: 4.1, 4: 8.1}, {2: 14.6, 4: 14.6}),),
-)  # fmt: skip
+)
 # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
 # kept 8192 in pieces of 2048: 56.3%, 16384 of 1024: 78.2%, fp32 8192 of 1024: 76.1%.
 # kept as float32 8192 in pieces of 1024: 81.3%, of 2048: 87.5%.

@@ -48,9 +48,11 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
     dbiases = partial_sums(dbias, x.shape[0])
     arguments = (dy, x, weight, dx, dweights, dbiases, *shape.arguments, call.eps)
     options = {
-        "HAS_WEIGHT": weight is not None, "NEEDS_DX": dx is not None,
-        "NEEDS_DWEIGHT": dweight is not None, "NEEDS_DBIAS": dbias is not None,
-    }  # fmt: skip
+        "HAS_WEIGHT": weight is not None,
+        "NEEDS_DX": dx is not None,
+        "NEEDS_DWEIGHT": dweight is not None,
+        "NEEDS_DBIAS": dbias is not None,
+    }
     launch_group = launch_whole_group if isinstance(plan, WholeGroup) else launch_walk
     launch_group(plan, shape, x, True, *arguments, **options)
     summed((dweights, dweight), (dbiases, dbias))
