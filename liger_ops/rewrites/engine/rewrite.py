@@ -40,6 +40,8 @@ class InDtypesOfInputs:
 
 
 NO_KWARGS: Mapping[str, Any] = {}
+# A function of torch, and its arguments after the tensor.
+View = tuple[Any, ...]
 
 
 class Refused(Exception):
@@ -366,6 +368,13 @@ def insert(
 def derive(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a node that is computed from others, before `before`; `kwargs` are constants."""
     return insert(before, target, args, run(target, args, kwargs), kwargs)
+
+
+def viewed(at: fx.Node, x: fx.Node, views: Iterable[View]) -> fx.Node:
+    """These views of x, inserted before `at`."""
+    for function, *arguments in views:
+        x = derive(at, function, x, *arguments)
+    return x
 
 
 def items(of: fx.Node, count: int) -> list[fx.Node]:

@@ -61,7 +61,7 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     return torch.ops.liger.rms_norm.default, args
 
 
-def _weighted(code: Callable[..., Tensor], **more: float) -> Pattern:
+def _weighted(code: Callable[..., Tensor], **more: Any) -> Pattern:
     return Pattern(code, x=(2, 3, 8), weight=(8,), eps=1e-6, **more)
 
 
