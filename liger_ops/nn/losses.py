@@ -144,7 +144,7 @@ class RouterLosses(LossOptions):
     top_k: int
 
     def _check(self) -> None:
-        self([no_rows(self.top_k)])
+        self([no_rows(max(self.top_k, 1))])
 
     def forward(
         self, gate_logits: list[Tensor], token_weight: Tensor | None = None

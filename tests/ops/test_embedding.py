@@ -129,9 +129,9 @@ def test_module_is_torchs() -> None:
 def test_rejects() -> None:
     weight, indices = torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
     for args, message in (
-        ((torch.zeros(5), indices), "embedding: weight must be (V, D), got shape (5,)"),
-        ((weight, indices, 5), "embedding: padding_idx must be an index of 5 rows, got 5"),
-        ((weight, indices, -6), "embedding: padding_idx must be an index of 5 rows, got -6"),
+        ((torch.zeros(5), indices), "weight must be (V, D), got shape (5,)"),
+        ((weight, indices, 5), "padding_idx must be an index of 5 rows, got 5"),
+        ((weight, indices, -6), "padding_idx must be an index of 5 rows, got -6"),
     ):
         op_checks.assert_rejects(OP, args, message)
     with pytest.raises(TypeError, match="^embedding: indices must be int64 or int32, got"):

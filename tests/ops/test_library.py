@@ -88,6 +88,13 @@ def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
             op(wrong, *(x for _ in others), **sizes)
 
 
+@pytest.mark.parametrize("name", library.COMPOSED)
+def test_an_op_that_is_made_of_others_is_documented(name: str) -> None:
+    text = getattr(liger_ops, name).__doc__
+    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Example:"))
+    assert "Source:" in text or name == "linear_log_prob"
+
+
 def test_an_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="'wait'.*liger::rms_norm"):
         liger_ops.rms_norm(torch.randn(2, 8), wait=1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...library import OPS
 from .function import of_ranks, read
@@ -38,7 +40,13 @@ def of_head(
 
 
 @of_ranks(_loss)
-def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+def cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+) -> Tensor:  # fmt: skip
     """`liger_ops.cross_entropy` of logits that are sharded over words.
 
     The equations, options and precision are those of `liger_ops.cross_entropy`, with V the words of
@@ -77,7 +85,17 @@ def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
 
 
 @of_ranks(_loss)
-def linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    class_weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+    sequence_dim: int | None = None,
+) -> Tensor:  # fmt: skip
     """`liger_ops.linear_cross_entropy` with a weight that is sharded over words.
 
     The equations, options and precision are those of `liger_ops.linear_cross_entropy`, with V the

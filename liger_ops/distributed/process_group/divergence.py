@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...library import OPS
 from ...ops.heads.head import HEAD
@@ -110,7 +111,12 @@ def _check_tokens(op: str, name: str, tensor: Tensor, shape: torch.Size) -> None
 
 
 @of_ranks(_divergence)
-def divergence(*args: Any, **kwargs: Any) -> Tensor:
+def divergence(
+    student_logits: Tensor, teacher_logits: Tensor, kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    target: Tensor | None = None, ignore_index: int = -100,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+) -> Tensor:  # fmt: skip
     """`liger_ops.divergence` of logits that are sharded over words.
 
     The equations, kinds, options and precision are those of `liger_ops.divergence`, with V the
@@ -139,7 +145,26 @@ def divergence(*args: Any, **kwargs: Any) -> Tensor:
 
 
 @of_ranks(_linear_divergence)
-def linear_divergence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def linear_divergence(
+    student_x: Tensor, student_weight: Tensor,
+    teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
+    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None, target: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    student_softcap: float | None = None, teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, reduction: str = "mean",
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    student_lora_a: Tensor | None = None, student_lora_b: Tensor | None = None,
+    student_lora_scale: float = 1.0,
+    teacher_lora_a: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    teacher_lora_scale: float = 1.0,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+    sequence_dim: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`liger_ops.linear_divergence` of heads whose weights are sharded over words.
 
     The equations, options and results are those of `liger_ops.linear_divergence`, with V the words

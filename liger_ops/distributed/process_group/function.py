@@ -15,12 +15,7 @@ from ...ops.heads.head import HEAD, needed_gradients
 from ..vocab_parallel import SHARDED_LOSSES
 from .arguments import Arguments, arguments
 
-Result = TypeVar("Result")
-
-# The arguments that the op lacks; one of logits has no sequence_dim.
-_OF_GROUP = {
-    "group": "ProcessGroup | None", "vocab_size": "int | None", "sequence_dim": "int | None"
-}  # fmt: skip
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The arguments that differ from the op's.
 _OF_RANKS = """
@@ -62,40 +57,29 @@ _WHOLES = {
 }
 
 
-def of_ranks(
-    compute: Callable[[str, Any], Result],
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """A function with the parameters of the op of the decorated one's name and of a group, whose
-    call it gives to `compute`, after its name. The documentation of the arguments that the
-    decorated function does not describe is the op's."""
+def of_ranks(compute: Callable[[str, Any], Any]) -> Callable[[Function], Function]:
+    """A function with the parameters of the decorated one, whose call it gives to `compute`, after
+    its name. The documentation of the arguments that it does not describe is the op's."""
 
-    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        name, of_group = function.__name__, dict(_OF_GROUP)
-        known = signature(COMPOSED[function.__name__])
-        if "chunk_bytes" not in known.parameters:
-            del of_group["sequence_dim"]
-        keywords = [
-            Parameter(argument, Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-            for argument, hint in of_group.items()
-        ]
-        parameters, most = [*known.parameters.values(), *keywords], len(known.parameters)
-        defaults = [p.default for p in parameters if p.default is not Parameter.empty]
-        names = [parameter.name for parameter in parameters]
-        call_of = namedtuple(name, names, defaults=defaults)  # type: ignore[misc]
+    def decorate(function: Function) -> Function:
+        name, parameters = function.__name__, signature(function).parameters
+        defaults = [p.default for p in parameters.values() if p.default is not Parameter.empty]
+        call_of = namedtuple(name, list(parameters), defaults=defaults)  # type: ignore[misc]
+        keywords = sum(p.kind is Parameter.KEYWORD_ONLY for p in parameters.values())
+        most = len(parameters) - keywords
 
         @functools.wraps(function)
-        def public(*args: Any, **kwargs: Any) -> Result:
+        def public(*args: Any, **kwargs: Any) -> Any:
             if len(args) > most:
                 raise TypeError(f"distributed.{name}: at most {most} arguments go by position")
             return compute(name, call_of(*args, **kwargs))
 
         own, of_op = sections(function.__doc__), sections(COMPOSED[name].__doc__)
         texts = entries(of_op["Args"]) | entries(_OF_RANKS) | entries(own.get("Args", ""))
-        own["Args"] = described(names, texts)
+        own["Args"] = described(parameters, texts)
         body = {"": own.pop(""), "Args": own.pop("Args"), **own, **_SECTIONS}
         public.__doc__ = "\n\n".join(f"{k}:\n{v}" if k else v for k, v in body.items())
-        public.__signature__ = known.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return public
+        return public  # type: ignore[return-value]
 
     return decorate
 

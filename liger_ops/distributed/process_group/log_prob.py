@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .function import of_ranks, read
 from .sharded_op import sharded_op
@@ -16,7 +18,11 @@ def _results(name: str, call: Any) -> tuple[Any, ...]:
 
 
 @of_ranks(_results)
-def log_prob(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def log_prob(
+    logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`liger_ops.log_prob` of logits that are sharded over words.
 
     The equations, options, results and precision are those of `liger_ops.log_prob`. The forward has
@@ -38,7 +44,15 @@ def log_prob(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 @of_ranks(_results)
-def linear_log_prob(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def linear_log_prob(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+    sequence_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`liger_ops.linear_log_prob` with a weight that is sharded over words.
 
     The equations, options, results, chunks and products are those of `liger_ops.linear_log_prob`,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...ops.losses.top_k import check_teacher, distinct, divergence_of_classes
 from .function import of_ranks, read
@@ -30,7 +32,17 @@ def _divergence(name: str, call: Any) -> Tensor:
 
 
 @of_ranks(_divergence)
-def linear_top_k_divergence(*args: Any, **kwargs: Any) -> Tensor:
+def linear_top_k_divergence(
+    x: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_log_prob: Tensor,
+    bias: Tensor | None = None, target: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5, tail: str = "bucket",
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    *, group: ProcessGroup | None = None, vocab_size: int | None = None,
+    sequence_dim: int | None = None,
+) -> Tensor:  # fmt: skip
     """`liger_ops.linear_top_k_divergence` with a weight that is sharded over words.
 
     The equations, options, results, chunks and products are those of

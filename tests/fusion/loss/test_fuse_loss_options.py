@@ -54,10 +54,6 @@ def scaled(logits: Tensor, labels: Tensor) -> Tensor:
     return (-of_label * of_label.exp().detach())[kept].mean()
 
 
-def summed(logits: Tensor, labels: Tensor) -> Tensor:
-    return causal_loss(logits, labels, VOCABULARY, num_items_in_batch=1)
-
-
 def of_each_token(logits: Tensor, labels: Tensor) -> Tensor:
     scores, labels, kept = tokens(logits, labels)
     return -scores.gather(-1, labels[..., None])[..., 0] * kept
@@ -71,7 +67,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = 
         {"use_token_scaling": True, "num_items_in_batch": 7},
         lambda logits, labels: scaled(logits, labels) * (labels[:, 1:] != -100).sum() / 7,
     ),
-    "sum": ({"reduction": "sum"}, summed),
+    "sum": (
+        {"reduction": "sum"},
+        lambda logits, labels: causal_loss(logits, labels, VOCABULARY, num_items_in_batch=1),
+    ),
     "none": ({"reduction": "none"}, of_each_token),
     "several chunks": (
         {"chunk_bytes": 4 * VOCABULARY * 4, "accum_dtype": torch.float32},

@@ -59,18 +59,7 @@ def test_on_the_limit_the_gradient_is_the_insides(folder: str) -> None:
 def test_rejects() -> None:
     gate = torch.zeros(2, 8)
     for args, message in (
-        (
-            (gate, gate, 1.0, -1.0),
-            "clamped_swiglu: limit must be a number of at least 0, got -1.0",
-        ),
-        (
-            (gate, gate, 1.0, 7.0, 1.0, True),
-            "clamped_swiglu: interleaved must be False with an up beside gate, got True",
-        ),
-        (
-            (torch.zeros(2, 7), None, 1.0, 7.0, 1.0, True),
-            "clamped_swiglu: gate must be (..., 2N) without up, which it then holds,"
-            " got shape (2, 7)",
-        ),
+        ((gate, gate, 1.0, 7.0, 1.0, True), "interleaved must be False with an up beside gate,"),
+        ((torch.zeros(2, 7), None, 1.0, 7.0, 1.0, True), "gate must be (..., 2N) without up,"),
     ):
         op_checks.assert_rejects(OPS["clamped_swiglu"], args, message)

@@ -35,13 +35,6 @@ def test_agrees_with_the_models_code(dtype: torch.dtype, approximate: str) -> No
 def test_rejects() -> None:
     gate = torch.zeros(2, 8)
     for args, message in (
-        (
-            (gate, gate, "quick"),
-            "geglu: approximate must be one of 'tanh', 'none', got 'quick'",
-        ),
-        (
-            (gate, torch.zeros(8)),
-            "geglu: up must have the shape of gate, (2, 8), got (8,)",
-        ),
+        ((gate, torch.zeros(8)), "up must have the shape of gate, (2, 8), got (8,)"),
     ):
         op_checks.assert_rejects(OPS["geglu"], args, message)

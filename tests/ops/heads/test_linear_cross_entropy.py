@@ -3,177 +3,125 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from head_bounds import (
+    EVERY_FOLDER,
+    assert_gradients_match,
+    assert_no_further,
+    gradient_bounds,
+    head_fields,
+    logits_of,
+    rounding,
+    run,
+    truth_args,
+)
 from head_calls import BACKWARD, FORWARD
 from liger_ops import library
 from liger_ops.ops.heads.linear_cross_entropy import upstream_of_tokens
-from linear_cross_entropy_cases import (
-    NOT_COMPUTED,
-    WITHOUT_LORA,
-    HeadCase,
-    options_of,
-    tensors_of,
-)
-from op_checks import (
-    assert_allocated_as_meta,
-    assert_own_memory,
-    assert_unchanged,
-    clones,
-    poisoned_memory,
-    widened,
-)
-from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, max_abs
+from linear_cross_entropy_cases import UPSTREAM, WITHOUT_LORA, HeadCase, options_of
+from op_checks import in_float64
+from op_table import OPS
+from op_under_test import DEVICE, Tensors, max_abs
 
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-OUTPUTS = [result.name for result in FORWARD.overload._schema.returns]
-GRADIENTS = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
-MOSTLY = st.sampled_from((True, True, True, False))
+OP = OPS["linear_cross_entropy_forward-mean"]
+EXAMPLES = tuple(
+    HeadCase(shape=(9,), dtype=dtype, chunk_bytes=22 * dtype.itemsize)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> HeadCase:
-    """Mostly of several chunks, with all gradients."""
-    flags = st.booleans()
-    bias, reduction = draw(flags), draw(st.sampled_from(("mean", "sum", "none")))
-    mask = tuple(draw(MOSTLY) for _ in range(3))
-    return HeadCase(
-        shape=draw(st.sampled_from(((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)))),
-        D=draw(st.sampled_from((7, 4, 16, 1))),
-        V=draw(st.sampled_from((7, 16, 33, 130, 2, 1))),
-        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
-        layout=draw(st.sampled_from(X_LAYOUTS)),
-        bias=bias,
-        class_weight=draw(flags),
-        token_weight=draw(flags),
-        num_items=reduction == "mean" and draw(flags),
-        ignored=draw(st.sampled_from(("some", "some", "none", "all"))),
-        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
-        reduction=reduction,
-        label_smoothing=draw(st.sampled_from((0.0, 0.1))),
-        lse_square_scale=draw(st.sampled_from((0.0, 1e-2))),
-        softcap=draw(st.sampled_from((None, 5.0))),
-        logit_scale=draw(st.sampled_from((1.0, 0.25))),
-        accumulate_narrow=draw(flags),
-        rows=draw(st.sampled_from((2, 4, 1, None))),
-        scale=draw(st.sampled_from((1.0, 0.05, 4.0))),
-        mask=(*mask[:2], mask[2] and bias),
-        upstream=tuple(draw(MOSTLY) for _ in range(4)),
-        seed=draw(st.integers(0, 2**31)),
-    )
+    fields = head_fields(
+        draw, 4, class_weight=(False, True), token_weight=(False, True), num_items=(False, True),
+        reduction=("mean", "sum", "none"), label_smoothing=(0.0, 0.1),
+        lse_square_scale=(0.0, 1e-2), temperature=(1.0,),
+    )  # fmt: skip
+    return HeadCase(**fields | {"num_items": fields["num_items"] and fields["reduction"] == "mean"})
 
 
-def chunked_options(case: HeadCase, folder: str) -> list[Any]:
-    return options_of(case, -(-case.V // 16) * 16 if folder == "cuda" else None)
-
-
-def run_kernel(op: library.Op, folder: str, args: list[Any]) -> tuple[Tensor | None, ...]:
-    before = clones(tuple(args))
-    with poisoned_memory():
-        outputs = op.kernels[folder](*args)
-    assert_unchanged(tuple(args), before)
-    assert_own_memory(tuple(args), outputs)
-    return outputs
-
-
-def gradient_roundings(args: list[Any], upstream: list[Tensor | None]) -> dict[str, float]:
+def gradient_roundings(case: HeadCase, tensors: Tensors) -> dict[str, float]:
     """What rounding the gradient of the logits to x's dtype may change each gradient by, and
-    computing it in float32, where the terms of p_ic - (c == target_i) cancel."""
-    x, weight, target, bias, class_weight, token_weight, num_items, *options = args
-    wide_x, wide_weight, wide_bias = widened((x, weight, bias))
-    rest = (target, class_weight, token_weight, num_items)
-    logits = F.linear(wide_x, wide_weight, wide_bias)
+    computing it in float32, where the terms of p_ic - (c == target_i) cancel; and two roundings of
+    the logits of a LoRA, and one of a sum per chunk if the sums are in the tensors' dtype."""
+    rest = [tensors[n] for n in ("target", "class_weight", "token_weight", "num_items_in_batch")]
+    upstream = [in_float64(tensors[name]) for name in UPSTREAM]
+    options = options_of(case)[:6]
+    logits = logits_of(replace(case, softcap=None, logit_scale=1.0), tensors)
     loss = library.OPS["cross_entropy_forward"].definition
     gradient = library.OPS["cross_entropy_backward"].definition
-    _, _, lse, _, total, _, _, error = loss(logits, *rest, *options[:6])
+    _, _, lse, _, total, _, _, error = loss(logits, *rest, *options)
 
     def dlogits(*grads: Tensor | None) -> Tensor:
-        return (
-            gradient(*grads, logits, *rest, lse, error, total, *options[:6]).abs().nan_to_num(0.0)
-        )
+        given = (*grads, logits, *rest, lse, error, total, *options)
+        return gradient(*given).abs().nan_to_num(0.0)
 
-    names = ("dloss", "dz_loss", "dlse", "dtarget_logit")
     call = SimpleNamespace(
-        **dict(zip(names, upstream, strict=True)), lse=lse, reduction=options[1],
-        total_weight=total, num_items_in_batch=num_items,
+        **dict(zip(UPSTREAM, upstream, strict=True)), lse=lse, reduction=case.reduction,
+        total_weight=total, num_items_in_batch=rest[-1],
     )  # fmt: skip
     ones = torch.ones_like(lse)
     dloss, dz_loss, dlse, dtarget_logit = (
         torch.zeros_like(lse) if grad is None else grad.abs().reshape(lse.shape)
         for grad in upstream_of_tokens(call)
     )
-    largest = math.prod(1 + max_abs(weights) for weights in (class_weight, token_weight))
-    scales = largest * (dloss + (dloss + dz_loss) * 2 * options[3] * lse.abs())
-    scales = torch.where(target == -100, 0.0, scales + dtarget_logit) + dlse
+    largest = math.prod(1 + max_abs(weights) for weights in rest[1:3])
+    scales = largest * (dloss + (dloss + dz_loss) * 2 * case.lse_square_scale * lse.abs())
+    scales = torch.where(rest[0] == -100, 0.0, scales + dtarget_logit) + dlse
     terms = dlogits(None, None, ones, None) + dlogits(None, None, None, ones)
-    terms = terms * (scales * (2 + lse.abs())).unsqueeze(-1)
-    eps, eps32 = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
-    bounds = (2 * eps * dlogits(*upstream) + 16 * eps32 * terms).reshape(-1, weight.shape[0])
-    return {
-        "dx": max_abs(bounds @ wide_weight.abs()),
-        "dweight": max_abs(bounds.T @ wide_x.abs().reshape(-1, x.shape[-1])),
-        "dbias": max_abs(bounds.sum(0)),
-    }
-
-
-def assert_no_further(
-    label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
-) -> None:
-    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
-    assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
-    if truth.numel() == 0:
-        return
-    assert torch.equal(output.isnan(), truth.isnan()), f"{label}: NaN is not where it should be"
-    output, reference, truth = (t.double().nan_to_num(0.0) for t in (output, reference, truth))
-    own = max_abs(reference - truth)
-    error = max_abs(output - truth)
-    assert error <= 2 * own + roundings, f"{label}: {error} of at most 2 * {own} + {roundings}"
+    terms = (terms * scales.unsqueeze(-1)).reshape(-1, case.V)
+    eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
+    relative = 16 * eps32 * (2 + lse.abs().reshape(-1, 1))
+    if case.rank is not None:
+        relative = relative + 4 * rounding(case, logits_of(case, tensors))
+    bounds = 2 * eps * dlogits(*upstream).reshape(-1, case.V) + relative * terms
+    found = gradient_bounds(replace(case, accumulate_narrow=False), tensors, bounds, terms)
+    if case.accumulate_narrow:
+        for rows, columns in (("x", "weight"), ("lora_x", "lora_b")):
+            if tensors[rows] is not None:
+                x = tensors[rows].double().abs()
+                found[columns] += eps * len(terms) * max_abs(terms.T @ x.reshape(-1, x.shape[-1]))
+    return found
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=cases())
-@example(case=HeadCase(shape=(9,), dtype=torch.float32, rows=2))
-@example(case=HeadCase(shape=(9,), dtype=torch.bfloat16, rows=2))
-@example(case=HeadCase(shape=(9,), dtype=torch.float16, rows=2))
+@example(case=EXAMPLES[0])
+@example(case=EXAMPLES[1])
+@example(case=EXAMPLES[2])
 def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
     """Every result, and the gradients that the forward computes, of the sum of the losses."""
-    tensors, options = tensors_of(case), chunked_options(case, folder)
-    mask = [wanted and case.reduction != "none" for wanted in case.mask]
-    args = [*tensors, *options, True, True, mask]
-    outputs = run_kernel(FORWARD, folder, args)
+    tensors = OP.tensors(case)
+    args = OP.forward_args(case, tensors)
+    outputs = run(OP, folder, False, args)
     references = FORWARD.definition(*args)
-    wide = list(widened(tuple(args)))
-    wide[13] = None
-    truths = FORWARD.definition(*wide)
-    eps32 = torch.finfo(torch.float32).eps
+    truths = FORWARD.definition(*truth_args(OP, case, tensors, False))
     ones = torch.ones((), dtype=torch.float64, device=DEVICE)
-    summed = [*args[:8], "sum", *args[9:]]
-    summed[6] = None
-    roundings = gradient_roundings(summed, [ones, None, None, None])
-    for name, output, reference, truth in zip(OUTPUTS, outputs, references, truths, strict=True):
+    summed = {**tensors, **dict.fromkeys(UPSTREAM), "dloss": ones, "num_items_in_batch": None}
+    roundings = gradient_roundings(replace(case, reduction="sum"), summed)
+    results = (result.name for result in FORWARD.overload._schema.returns)
+    for name, output, reference, truth in zip(results, outputs, references, truths, strict=True):
         label = f"{folder} {name} of {case}"
-        if name in GRADIENTS:
-            wanted = mask[GRADIENTS.index(name)]
+        if name[1:] in OP.gradients_of:
+            wanted = case.reduction != "none" and case.mask[OP.gradients_of.index(name[1:])]
             assert (output is not None) == (reference is not None) == wanted, label
             if wanted:
-                assert_no_further(label, output, reference, truth, roundings[name])
+                assert_no_further(label, output, reference, truth, roundings[name[1:]])
         elif name == "predicted_tokens":
             # Logits in x's dtype are equal where float64's are not.
             assert torch.equal(output, reference), label
         else:
-            bound = 64 * eps32 * (1 + max_abs(truth.nan_to_num(0.0)))
+            bound = 64 * torch.finfo(torch.float32).eps * (1 + max_abs(truth.nan_to_num(0.0)))
             assert_no_further(label, output, reference, truth, bound)
-    overload = type("Overload", (), {"overload": lambda self, backward: FORWARD.overload})()
-    assert_allocated_as_meta(overload, False, tuple(args), outputs)
 
 
 @pytest.mark.device_kernels
@@ -186,52 +134,31 @@ def test_backward_of_what_the_forward_computed(
 ) -> None:
     """Multiplied in float32 and rounded once; what was not computed is made anew."""
     case = HeadCase(shape=(5, 3), V=37, D=19, dtype=dtype, ignored=ignored, reduction=reduction)
-    tensors, options = tensors_of(case), chunked_options(case, folder)
-    outputs = FORWARD.definition(
-        *tensors, *options, False, False, [True, True, False, False, False]
-    )
-    lse, total_weight, error, dx, dweight = outputs[2], outputs[4], *outputs[7:10]
-    dloss = torch.tensor(0.37, device=DEVICE)
-    args = [dloss, None, None, None, *tensors, lse, error, total_weight]
-    found = run_kernel(BACKWARD, folder, [*args, dx, dweight, None, *options, WITHOUT_LORA])
-    factor = dloss.double() / (total_weight.double() if reduction == "mean" else 1)
-    factor = torch.where(total_weight == 0, 0.0, factor)
-    for gradient, computed in zip(found, (dx, dweight), strict=False):
-        expected = (computed.double() * factor).to(dtype)
+    tensors = OP.tensors(case)
+    of_weights = [True, True, False, False, False]
+    outputs = FORWARD.definition(*OP.forward_args(replace(case, mask=of_weights), tensors))
+    tensors |= {**dict.fromkeys(UPSTREAM), "dloss": torch.tensor(0.37, device=DEVICE)}
+    args = OP.backward_args(replace(case, mask=WITHOUT_LORA), tensors)
+    computed = BACKWARD.arguments(*args)._replace(dx=outputs[8], dweight=outputs[9])
+    found = run(OP, folder, True, tuple(computed))
+    factor = 0.37 / (tensors["total_weight"].double() if reduction == "mean" else 1)
+    factor = torch.where(tensors["total_weight"] == 0, 0.0, torch.as_tensor(factor))
+    for gradient, computed_gradient in zip(found, outputs[8:10], strict=False):
+        expected = (computed_gradient.double() * factor).to(dtype)
         torch.testing.assert_close(gradient, expected, rtol=torch.finfo(dtype).eps, atol=0)
-    expected = BACKWARD.definition(
-        *args, *NOT_COMPUTED, *options, [False, False, True, False, False]
-    )[2]
-    torch.testing.assert_close(found[2], expected)
+    torch.testing.assert_close(found[2], BACKWARD.definition(*args)[2])
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=cases())
-@example(case=HeadCase(shape=(9,), dtype=torch.float32, rows=2))
-@example(case=HeadCase(shape=(9,), dtype=torch.bfloat16, rows=2))
-@example(case=HeadCase(shape=(9,), dtype=torch.float16, rows=2))
+@example(case=EXAMPLES[0])
+@example(case=EXAMPLES[1])
+@example(case=EXAMPLES[2])
 def test_backward_matches_truth(folder: str, case: HeadCase) -> None:
-    tensors, options = tensors_of(case), chunked_options(case, folder)
-    outputs = FORWARD.definition(*tensors, *options, False, False, [False] * 5)
-    values = Values(case.seed + 1)
-    upstream = [
-        torch.randn(output.shape, generator=values.generator).to(DEVICE) if wanted else None
-        for output, wanted in zip(outputs[:4], case.upstream, strict=True)
-    ]
-    lse, total_weight, error = outputs[2], outputs[4], outputs[7]
-    args = [*upstream, *tensors, lse, error, total_weight, *NOT_COMPUTED, *options, list(case.mask)]
-    gradients = run_kernel(BACKWARD, folder, args)
-    references = BACKWARD.definition(*args)
-    wide = list(widened(tuple(args)))
-    wide[23] = None
-    truths = BACKWARD.definition(*wide)
-    roundings = gradient_roundings([*tensors, *options], list(widened(tuple(upstream))))
-    for name, wanted, output, reference, truth in zip(
-        GRADIENTS, case.mask, gradients, references, truths, strict=True
-    ):
-        label = f"{folder} {name} of {case}"
-        assert (output is not None) == wanted, label
-        if wanted:
-            bound = 2 * roundings[name] + torch.finfo(case.dtype).tiny
-            assert_no_further(label, output, reference, truth, bound)
+    tensors = OP.tensors(case)
+    tensors |= {name: tensors[name] if wanted else None
+                for name, wanted in zip(UPSTREAM, case.upstream, strict=True)}  # fmt: skip
+    truths = BACKWARD.definition(*truth_args(OP, case, tensors, True))
+    bounds = {name: 2 * bound for name, bound in gradient_roundings(case, tensors).items()}
+    assert_gradients_match(OP, folder, case, tensors, truths, bounds)

@@ -9,19 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, Calls, call, leaves
+from head_calls import EVERY_DTYPE, call, leaves
 from liger_ops.lowering.common.heads.chunked_head import chunked_tokens
 from liger_ops.ops.heads.chunks import ENVIRONMENT, chunks
 from liger_ops.ops.heads.gradients import WEIGHT, gradient_dtypes
 from liger_ops.ops.heads.head import Head
 from linear_cross_entropy_cases import (
-    NOT_COMPUTED,
-    WITHOUT_LORA,
     HeadCase,
-    options_of,
-    tensors_of,
 )
-from op_under_test import DEVICE, FOLDERS
 
 
 @given(
@@ -103,34 +98,3 @@ def test_the_number_of_chunks_does_not_matter(dtype: torch.dtype, reduction: str
     for others in results[1:]:
         for a, b in zip(results[0], others, strict=True):
             torch.testing.assert_close(a, b)
-
-
-@pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
-@pytest.mark.parametrize("backward", (False, True))
-def test_the_logits_are_never_whole_in_memory(implementation: str, backward: bool) -> None:
-    case = HeadCase(shape=(256,), V=256, D=4, rows=4, dtype=torch.bfloat16)
-    op = BACKWARD if backward else FORWARD
-    tensors, options = tensors_of(case), options_of(case)
-    outputs = FORWARD.definition(*tensors, *options)
-    args = [*tensors, *options, True, True, WITHOUT_LORA]
-    if backward:
-        ones = torch.ones((), device=DEVICE)
-        upstream = [ones, None, None, None]
-        args = [
-            *upstream,
-            *tensors,
-            outputs[2],
-            outputs[7],
-            outputs[4],
-            *NOT_COMPUTED,
-            *options,
-            WITHOUT_LORA,
-        ]
-    function = op.definition if implementation == "definition" else op.kernels[implementation]
-    with Calls() as calls:
-        function(*args)
-    # The definition has int64 and float32 tensors of a chunk.
-    assert 4 * 256 * 2 <= calls.largest <= 4 * 256 * 8
-    products = [name for name, _ in calls.calls if name in ("aten::mm", "aten::addmm")]
-    assert len(products) >= 3 * 64

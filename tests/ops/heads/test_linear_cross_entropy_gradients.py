@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from head_calls import FORWARD, MASKS, Calls, call, leaves
@@ -177,42 +176,3 @@ def test_every_result_has_its_gradient(which: int, reduction: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
-def test_derivatives(reduction: str) -> None:
-    case = HeadCase(
-        shape=(4,),
-        D=3,
-        V=5,
-        rows=2,
-        dtype=torch.float64,
-        reduction=reduction,
-        label_smoothing=0.1,
-        lse_square_scale=0.1,
-        softcap=3.0,
-        class_weight=True,
-        token_weight=True,
-    )
-    args, tensors = leaves(case)
-
-    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return call([x, weight, args[2], bias, *args[4:]])
-
-    assert torch.autograd.gradcheck(loss, tensors)
-    assert torch.autograd.gradgradcheck(loss, tensors)
-    plain = tuple(tensor.detach() for tensor in tensors)
-    summed = lambda *given: loss(*given).square().sum()
-    unsplit = lambda x, weight, bias: (
-        FORWARD.definition(x, weight, args[2], bias, *args[4:])[0].square().sum()
-    )
-    every = (0, 1, 2)
-    compare = torch.testing.assert_close
-    compare(torch.func.grad(summed, every)(*plain), torch.func.grad(unsplit, every)(*plain))
-    tangents = tuple(torch.randn_like(tensor) for tensor in plain)
-    compare(torch.func.jvp(summed, plain, tangents), torch.func.jvp(unsplit, plain, tangents))
-    batch = torch.stack([plain[0], plain[0] * 2])
-    compare(
-        torch.vmap(torch.func.grad(summed), (0, None, None))(batch, *plain[1:]),
-        torch.stack([torch.func.grad(unsplit)(x, *plain[1:]) for x in batch]),
-    )

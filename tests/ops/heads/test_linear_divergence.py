@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,25 @@ from torch import Tensor
 
 import liger_ops
 import op_checks
-from graphs import Recorder, liger_ops_of
-from head_bounds import MOSTLY, assert_gradients_match, assert_no_further, run
+from head_bounds import (
+    EVERY_FOLDER,
+    EVERY_IMPLEMENTATION,
+    assert_gradients_match,
+    assert_no_further,
+    head_fields,
+    implementation_of,
+    run,
+    truth_args,
+)
 from head_calls import Calls
 from liger_ops import library
 from linear_divergence_bounds import Bounds, logits_of, upstream
 from linear_divergence_cases import INPUTS, TwoHeadsCase
 from op_table import OPS
-from op_under_test import FOLDERS, X_LAYOUTS, Tensors, max_abs
+from op_under_test import FOLDERS, Tensors, max_abs
 
 OP = OPS["linear_divergence_forward-mean"]
 FORWARD, BACKWARD = (library.OPS[f"linear_divergence_{name}"] for name in ("forward", "backward"))
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 NAN, INF = float("nan"), float("inf")
 # Every option of the kernels, whole rows and rows in tiles, in several chunks.
 FULL = TwoHeadsCase(
@@ -39,7 +45,11 @@ EXAMPLES = (
     replace(FULL, dtype=torch.float16, W=70, kind="tvd", has_target=False, hard_weight=0.0),
 )
 
-
+# The same with a LoRA of each head.
+ADAPTED = (
+    replace(FULL, rank=3, teacher_rank=2),
+    replace(FULL, dtype=torch.bfloat16, rank=8, teacher_rank=2, kind="tvd", reduction="none"),
+)
 # Of a teacher with so many more classes than the student that no kernel holds a row.
 MORE_CLASSES = TwoHeadsCase(
     shape=(2,), V=64, W=5000, D=4, by_logits=True, has_target=False, reduction="none",
@@ -49,53 +59,25 @@ MORE_CLASSES = TwoHeadsCase(
 
 @st.composite
 def cases(draw: st.DrawFn) -> TwoHeadsCase:
-    """Mostly of several chunks, with all gradients."""
-    bias, has_target = draw(st.booleans()), draw(MOSTLY)
-    mask = tuple(draw(MOSTLY) for _ in range(3))
-    V, W = (draw(st.sampled_from((7, 16, 33, 2, 1))) for _ in range(2))
-    kind = draw(st.sampled_from(("jsd", "forward_kl", "reverse_kl", "tvd")))
-    beta = draw(st.sampled_from((0.5, 0.1, 0.9, 0.0, 1.0)))
-    if kind == "forward_kl" or (kind == "jsd" and beta == 0):
-        # They are inf where the one side lacks classes of the other.
-        W = min(V, W)
-    if kind == "reverse_kl" or (kind == "jsd" and beta == 1):
-        V = min(V, W)
-    reduction = draw(st.sampled_from(("mean", "none", "sum")))
-    return TwoHeadsCase(
-        shape=draw(st.sampled_from(((5,), (2, 3), (3, 1, 2), (1,), (), (0,)))),
-        D=draw(st.sampled_from((7, 4, 1))),
-        V=V,
-        W=W,
-        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
-        teacher_dtype=draw(st.sampled_from((None, None, torch.float32, torch.bfloat16))),
-        layout=draw(st.sampled_from(X_LAYOUTS)),
-        dy_layout=draw(st.sampled_from((*X_LAYOUTS, "expanded"))),
-        bias=bias,
-        teacher_bias=draw(st.booleans()),
-        by_logits=draw(st.booleans()),
-        has_target=has_target,
-        token_weight=draw(st.booleans()),
-        num_items=reduction == "mean" and draw(st.booleans()),
-        ignored=draw(st.sampled_from(("some", "some", "none"))),
-        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
-        reduction=reduction,
-        kind=kind,
-        beta=beta,
-        temperature=draw(st.sampled_from((1.0, 0.6, 2.5))),
-        teacher_temperature=draw(st.sampled_from((None, 0.7))),
-        softcap=draw(st.sampled_from((None, 5.0))),
-        teacher_softcap=draw(st.sampled_from((None, 6.0))),
-        logit_scale=draw(st.sampled_from((1.0, 0.25))),
-        teacher_logit_scale=draw(st.sampled_from((1.0, 0.5))),
-        soft_weight=draw(st.sampled_from((1.0, 0.3, 0.0))),
-        hard_weight=draw(st.sampled_from((0.0, 0.5))) if has_target else 0.0,
-        accumulate_narrow=draw(st.booleans()),
-        chunk_bytes=draw(st.sampled_from((60, 400, 1, None))),
-        scale=draw(st.sampled_from((1.0, 0.05, 4.0))),
-        mask=(*mask[:2], mask[2] and bias),
-        upstream=tuple(draw(MOSTLY) for _ in range(3)),
-        seed=draw(st.integers(0, 2**31)),
-    )
+    yes_or_no, softcaps = (True, False), (None, 5.0)
+    fields = head_fields(
+        draw, 3, D=(7, 4, 1), V=(7, 16, 33, 2, 1), W=(7, 16, 33, 2, 1), ignored=("some", "none"),
+        teacher_dtype=(None, None, torch.float32, torch.bfloat16), teacher_bias=yes_or_no,
+        by_logits=yes_or_no, has_target=yes_or_no, token_weight=yes_or_no, num_items=yes_or_no,
+        reduction=("mean", "none", "sum"), kind=("jsd", "forward_kl", "reverse_kl", "tvd"),
+        beta=(0.5, 0.1, 0.9, 0.0, 1.0), temperature=(1.0, 0.6, 2.5),
+        teacher_temperature=(None, 0.7), teacher_softcap=softcaps, teacher_logit_scale=(1.0, 0.5),
+        soft_weight=(1.0, 0.3, 0.0), hard_weight=(0.0, 0.5), teacher_rank=(None, None, 2),
+    )  # fmt: skip
+    case = TwoHeadsCase(**fields)
+    least, beta = min(case.V, case.W), case.beta if case.kind == "jsd" else None
+    # They are inf where the one side lacks classes of the other.
+    limits = {"W": least} if case.kind == "forward_kl" or beta == 0 else {}
+    limits |= {"V": least} if case.kind == "reverse_kl" or beta == 1 else {}
+    return replace(
+        case, **limits, num_items=case.num_items and case.reduction == "mean",
+        hard_weight=case.hard_weight if case.has_target else 0.0,
+    )  # fmt: skip
 
 
 def written(case: TwoHeadsCase, z: Tensor, teacher_z: Tensor) -> Tensor:
@@ -138,10 +120,8 @@ def reduced(case: TwoHeadsCase, tensors: Tensors, values: Tensor) -> Tensor:
 def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
     """The composed op, with the gradients of its loss from the forward, and of all three results
     from the backward."""
-    tensors = {
-        name: x if x is None or not x.is_floating_point() else x.detach().double()
-        for name, x in OP.tensors(case).items()
-    }
+    case = replace(case, rank=None, teacher_rank=None, mask=case.mask[:3])
+    tensors = {name: op_checks.in_float64(x) for name, x in OP.tensors(case).items()}
     leaves = [tensors[name] for name in ("student_x", "student_weight", "student_bias")]
     leaves = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
     options = OP.options(replace(case, accumulate_narrow=False))
@@ -179,14 +159,15 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
 @example(case=EXAMPLES[0])
 @example(case=EXAMPLES[1])
 @example(case=EXAMPLES[2])
+@example(case=ADAPTED[0])
+@example(case=ADAPTED[1])
 @example(case=MORE_CLASSES)
 def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(case, tensors)
     outputs = run(OP, folder, False, args)
     references = FORWARD.definition(*args)
-    wide = (*op_checks.widened(args[:10]), *args[10:22], None, *args[23:])
-    truths = FORWARD.definition(*wide)
+    truths = FORWARD.definition(*truth_args(OP, case, tensors, False))
     bounds = Bounds(case, tensors)
     divergence, loss, statistics = bounds.outputs()
     weights = reduced(replace(case, reduction="none"), tensors, torch.ones(case.shape).double())
@@ -211,11 +192,11 @@ def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
 @example(case=EXAMPLES[0])
 @example(case=EXAMPLES[1])
 @example(case=EXAMPLES[2])
+@example(case=ADAPTED[0])
+@example(case=ADAPTED[1])
 def test_backward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
-    args = OP.backward_args(replace(case, chunk_bytes=None), tensors)
-    wide = (*op_checks.widened(args[:17]), *args[17:29], None, *args[30:])
-    truths = BACKWARD.definition(*wide)
+    truths = BACKWARD.definition(*truth_args(OP, case, tensors, True))
     bounds = Bounds(case, tensors).gradients(*upstream(case, tensors, False))
     bounds = dict(zip(OP.gradients_of, bounds, strict=False))
     assert_gradients_match(OP, folder, case, tensors, truths, bounds)
@@ -270,7 +251,7 @@ def test_a_missing_class_has_probability_zero(folder: str, classes: tuple[int, i
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@EVERY_IMPLEMENTATION
 def test_ignored_tokens_do_nothing(implementation: str) -> None:
     """Whatever is in their rows; if all are ignored, the mean and the gradients are 0."""
     for reduction in ("mean", "none"):
@@ -283,14 +264,10 @@ def test_ignored_tokens_do_nothing(implementation: str) -> None:
         results = []
         for values in (clean, tensors):
             args = OP.forward_args(replace(case, mask=(True, False, False)), values)
-            found = [
-                op.definition if implementation == "definition" else op.kernels[implementation]
-                for op in (FORWARD, BACKWARD)
-            ]
-            outputs = found[0](*args)
+            outputs = implementation_of(FORWARD, implementation)(*args)
             values["statistics"] = outputs[3]
             back = OP.backward_args(replace(case, mask=(True, False, False)), values)
-            results.append((*outputs[:5], found[1](*back)[0]))
+            results.append((*outputs[:5], implementation_of(BACKWARD, implementation)(*back)[0]))
         for a, b in zip(*results, strict=True):
             assert (a is None) == (b is None)
             if a is not None:
@@ -320,7 +297,7 @@ def test_products_and_memory() -> None:
             (BACKWARD, OP.backward_args(case, tensors), by_words),
         ):
             with Calls() as calls:
-                (op.definition if folder == "definition" else op.kernels[folder])(*args)
+                implementation_of(op, folder)(*args)
             products = [name for name, _ in calls.calls if name in ("aten::mm", "aten::addmm")]
             assert len(products) == count
             # The definition has float32 and int64 tensors of a chunk, a kernel one of each logits.
@@ -338,32 +315,6 @@ def test_products_and_memory() -> None:
         assert args[31][:2] == [True, not is_loss]
 
 
-def test_compiled_once_for_unbacked_sizes() -> None:
-    recorder = Recorder()
-
-    def model(x: Tensor, weight: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
-        kept = target > 0
-        loss, *_ = torch.ops.liger.linear_divergence(
-            x[kept], weight, teacher_logits=teacher[kept], target=target[target > 0],
-            hard_weight=0.5, chunk_bytes=60,
-        )  # fmt: skip
-        return loss * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for rows in (4, 6):
-            leaves = [torch.randn(n, 5, requires_grad=True) for n in (rows, 7)]
-            args = (*leaves, torch.randn(rows, 8), torch.arange(rows))
-            values = [f(*args) for f in (compiled, model)]
-            torch.testing.assert_close(*values)
-            grads = [torch.autograd.grad(value, leaves) for value in values]
-            for a, b in zip(*grads, strict=True):
-                torch.testing.assert_close(a, b)
-    assert liger_ops_of(recorder.forwards) == {"linear_divergence_forward": 1}
-    assert liger_ops_of(recorder.backwards) == {"linear_divergence_backward": 1}
-
-
 def test_autocast_casts_as_a_linear_layer() -> None:
     x, weight = (torch.randn(n, 8, requires_grad=True) for n in (3, 5))
     teacher_x, teacher_weight = torch.randn(3, 4), torch.randn(5, 4)
@@ -375,71 +326,17 @@ def test_autocast_casts_as_a_linear_layer() -> None:
 
 
 X, WEIGHT = torch.zeros(2, 3), torch.zeros(5, 3)
-TARGET = torch.zeros(2, dtype=torch.int64)
-TEACHER = {"teacher_logits": torch.zeros(2, 6)}
+TEACHER = {
+    "teacher_x": (2, 4), "teacher_weight": (5, 4), "teacher_bias": (5,), "teacher_lora_a": (4, 4),
+    "teacher_lora_b": (5, 4),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    (
-        ({"teacher_logits": None}, "the teacher must be given by teacher_logits or by teacher_x"),
-        ({"teacher_x": X}, "not both, got teacher_x beside teacher_logits"),
-        ({"teacher_logits": None, "teacher_x": X}, "teacher_weight, got teacher_x"),
-        ({"teacher_logits": torch.zeros(3, 6)}, "teacher_logits must have the shape of student_x"),
-        ({"teacher_logits": torch.zeros(2, 0)}, "teacher_logits must have at least one class"),
-        ({"student_weight": torch.zeros(5, 4)}, "student_weight must have the shape of (V, D) for"),
-        ({"target": None, "hard_weight": 1.0}, "hard_weight must be 0 without a target, got 1.0"),
-        ({"soft_weight": -1.0}, "soft_weight must be a number of at least 0, got -1.0"),
-        ({"hard_weight": NAN}, "hard_weight must be a number of at least 0, got nan"),
-        ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
-        ({"student_softcap": 0.0}, "student_softcap must be a number above 0, got 0.0"),
-        ({"teacher_logit_scale": INF}, "teacher_logit_scale must be a number above 0, got inf"),
-        ({"kind": "kl"}, "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', 'cosine'"),
-        ({"beta": 2.0}, "beta must be from 0 to 1, got 2.0"),
-        ({"reduction": "batchmean"}, "reduction must be one of"),
-        ({"token_weight": torch.zeros(3)}, "token_weight must have the shape of target, (2,)"),
-        ({"accum_dtype": torch.float16}, "accum_dtype must be torch.float32 or None"),
-        ({"chunk_bytes": 0}, "chunk_bytes must be above 0 or None, got 0"),
-    ),
-)  # fmt: skip
-def test_rejects(change: dict[str, Any], message: str) -> None:
-    given = {"student_x": X, "student_weight": WEIGHT, "target": TARGET, **TEACHER, **change}
-    with pytest.raises(ValueError) as error:
-        liger_ops.linear_divergence(**given)
-    assert str(error.value).startswith("linear_divergence: ") and message in str(error.value)
-    options = {name: value for name, value in change.items() if not isinstance(value, Tensor)}
-    # The module has no tensors.
-    if options.keys().isdisjoint(("target", "teacher_logits", "accum_dtype")) and options == change:
-        with pytest.raises(ValueError, match="linear_divergence: "):
-            liger_ops.nn.LinearDivergence(**options)
-
-
-@pytest.mark.parametrize("name", ("teacher_x", "teacher_weight", "teacher_bias"))
+@pytest.mark.parametrize("name", TEACHER)
 def test_the_teacher_is_a_constant(name: str) -> None:
-    given = {"teacher_x": torch.randn(2, 4), "teacher_weight": torch.randn(5, 4),
-             "teacher_bias": torch.randn(5)}  # fmt: skip
-    given[name].requires_grad_()
+    given = {each: torch.randn(shape, requires_grad=each == name)
+             for each, shape in TEACHER.items()}  # fmt: skip
     with pytest.raises(ValueError, match=f"linear_divergence: {name} must not require a gradient"):
         liger_ops.linear_divergence(X, WEIGHT, **given)
     with torch.no_grad():
         liger_ops.linear_divergence(X, WEIGHT, **given)
-
-
-def test_the_module_and_the_documentation() -> None:
-    text = liger_ops.linear_divergence.__doc__
-    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Source:", "Example:"))
-    x, weight, bias, teacher = (torch.randn(size) for size in ((3, 8), (5, 8), (5,), (3, 6)))
-    target = torch.tensor([0, -1, 2])
-    module = liger_ops.nn.LinearDivergence(
-        "tvd", temperature=0.5, hard_weight=0.5, ignore_index=-1, chunk_bytes=64
-    )
-    ours = module(x, weight, teacher_logits=teacher, student_bias=bias, target=target)
-    long = F.pad(F.linear(x, weight, bias), (0, 1), value=-INF)
-    tvd = liger_ops.divergence(long, teacher, "tvd", 0.5, 0.5, None, target, -1).sum() / 2
-    hard = F.cross_entropy(F.linear(x, weight, bias), target, ignore_index=-1)
-    for a, b in zip(ours, (tvd + hard / 2, tvd, hard), strict=True):
-        torch.testing.assert_close(a, b)
-    assert repr(module) == (
-        "LinearDivergence(kind='tvd', temperature=0.5, hard_weight=0.5, ignore_index=-1,"
-        " chunk_bytes=64)"
-    )

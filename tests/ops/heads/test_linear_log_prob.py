@@ -24,7 +24,6 @@ from head_bounds import (
     rounding,
     run,
 )
-from head_calls import Calls
 from liger_ops import library
 from linear_log_prob_cases import LogProbHeadCase
 from log_prob_cases import ASKED, UPSTREAM
@@ -123,58 +122,6 @@ def test_the_parts_are_those_of_log_prob() -> None:
     assert all(gradient.abs().max() > 0 for gradient in alone)
 
 
-@pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
-@pytest.mark.parametrize("mask", ((True, True, True), (True, False, False)))
-def test_the_logits_are_never_whole_in_memory(implementation: str, mask: tuple[bool, ...]) -> None:
-    """Neither in the forward, nor in the backward with and without the gradients of the head."""
-    case = LogProbHeadCase(
-        shape=(64,), V=64, D=4, dtype=torch.bfloat16, chunk_bytes=4 * 64 * 2, mask=mask
-    )
-    tensors = OP.tensors(case)
-    for op, args in (
-        (FORWARD, OP.forward_args(case, tensors)),
-        (BACKWARD, OP.backward_args(case, tensors)),
-    ):
-        function = op.definition if implementation == "definition" else op.kernels[implementation]
-        with Calls() as calls:
-            function(*args)
-        # The definition has int64 and float32 tensors of a chunk.
-        assert 4 * 64 * 2 <= calls.largest <= 4 * 64 * 8
-        products = [name for name, _ in calls.calls if name in ("aten::mm", "aten::addmm")]
-        assert len(products) >= 16
-
-
-@pytest.mark.parametrize("mask", ((True, True, True), (True, False, False), (False, True, False)))
-def test_compiled_once_for_unbacked_sizes(mask: tuple[bool, ...]) -> None:
-    """`x[mask]` has a size that only the data gives; the op is in the graph once."""
-    recorder = Recorder()
-
-    def model(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor) -> Tensor:
-        kept = target > 0
-        log_prob, entropy = torch.ops.liger.linear_log_prob(
-            x[kept], weight, target[target > 0], bias, 0.7, chunk_bytes=60
-        )
-        return log_prob.exp().sum() + entropy.square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for rows in (4, 6):
-            x, weight, bias = torch.randn(rows, 5), torch.randn(7, 5), torch.randn(7)
-            leaves = [t for t, wanted in zip((x, weight, bias), mask, strict=True) if wanted]
-            for leaf in leaves:
-                leaf.requires_grad_()
-            args = (x, weight, torch.arange(rows), bias)
-            values = [f(*args) for f in (compiled, model)]
-            torch.testing.assert_close(*values)
-            grads = [torch.autograd.grad(value, leaves) for value in values]
-            for a, b in zip(*grads, strict=True):
-                torch.testing.assert_close(a, b)
-    assert liger_ops_of(recorder.forwards) == {"linear_log_prob_forward": 1}
-    assert liger_ops_of(recorder.backwards) == {"linear_log_prob_backward": 1}
-
-
 def test_selecting_the_tokens_of_a_mask() -> None:
     """What the documentation advises against the products of ignored tokens: the same results and
     gradients, with one graph for every number of tokens, none among them."""
@@ -213,43 +160,3 @@ def test_autocast_casts_as_a_linear_layer() -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b) and a.dtype is torch.float32
     assert all(g.dtype is torch.float32 for g in torch.autograd.grad(ours[0].sum(), (x, weight)))
-
-
-def test_rejects() -> None:
-    x, weight, target = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
-    op_checks.assert_rejects(
-        OP,
-        (x, torch.zeros(5, 4), target),
-        "linear_log_prob: weight must have the shape of (V, D) for x of (..., D), (5, 3), got"
-        " (5, 4)",
-    )
-    for options, message in (
-        ((0.0,), "temperature must be a number above 0, got 0.0"),
-        ((1.0, None, 1.0, -100, torch.float16), "accum_dtype must be torch.float32 or None"),
-        ((1.0, None, 1.0, -100, None, 0), "chunk_bytes must be above 0 or None, got 0"),
-    ):
-        with pytest.raises(ValueError, match=f"linear_log_prob: {message}"):
-            liger_ops.linear_log_prob(x, weight, target, None, *options)
-    with pytest.raises(TypeError, match="weight must have x's dtype, torch.float32"):
-        liger_ops.linear_log_prob(x, weight.double(), target)
-    rows = torch.zeros(2)
-    tensors = (rows, None, None, x, weight, target, None, rows, rows, rows)
-    options = (1.0, None, 1.0, -100, None, None, [True, True, True, False, False])
-    with pytest.raises(ValueError, match=r"output_mask\[2\] must be False without a bias"):
-        torch.ops.liger.linear_log_prob_backward(*tensors, *options)
-
-
-def test_the_module_and_the_documentation() -> None:
-    text = liger_ops.linear_log_prob.__doc__
-    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Example:"))
-    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
-    target = torch.tensor([0, -100, 2])
-    module = liger_ops.nn.LinearLogProb(0.5, logit_scale=0.7, chunk_bytes=64)
-    found = module(x, weight, target, bias)
-    expected = liger_ops.log_prob(F.linear(x, weight, bias), target, 0.5, None, 0.7)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-    assert repr(module) == "LinearLogProb(temperature=0.5, logit_scale=0.7, chunk_bytes=64)"
-    for option, value in (("temperature", -1.0), ("chunk_bytes", 0)):
-        with pytest.raises(ValueError, match=f"linear_log_prob: {option} must be"):
-            liger_ops.nn.LinearLogProb(**{option: value})

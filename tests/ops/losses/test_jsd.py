@@ -7,7 +7,6 @@ import torch
 
 import distribution_checks as checks
 import liger_ops
-import op_checks
 from distribution_checks import EVERY_FOLDER
 from op_table import OPS
 from op_under_test import DEVICE
@@ -55,20 +54,3 @@ def test_nan_is_seen(folder: str, beta: float, second: bool) -> None:
     given = rows if second else rows[::-1]
     assert checks.run(folder, case, *given, None)[0].isnan()
     assert liger_ops.jsd(*given, beta=beta).isnan()
-
-
-@pytest.mark.parametrize("beta", (1.5, -0.1, NAN))
-def test_rejects_beta(beta: float) -> None:
-    case = OP.case(shape=(2, 5), dtype=torch.float32, beta=beta)
-    args = (torch.zeros(2, 5), torch.zeros(2, 5), None, *OP.options(case))
-    op_checks.assert_rejects(OP, args, f"jsd: beta must be from 0 to 1, got {beta}")
-    with pytest.raises(ValueError, match="beta must be from 0 to 1"):
-        liger_ops.nn.JSD(beta)
-
-
-def test_the_module() -> None:
-    case = OP.sample(torch.float32)
-    x, y, labels = OP.forward_args(case, OP.tensors(case))[:3]
-    module = liger_ops.nn.JSD(0.3, 2)
-    assert torch.equal(module(x, y, labels), liger_ops.jsd(x, y, labels, 0.3, 2))
-    assert repr(module) == "JSD(beta=0.3, ignore_index=2)"

@@ -135,29 +135,10 @@ def test_a_target_out_of_range_is_an_index_error() -> None:
         liger_ops.log_prob(torch.zeros(3, 33), torch.tensor([1, 33, -100]))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    (
-        ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
-        ({"temperature": NAN}, "temperature must be a number above 0, got nan"),
-        ({"softcap": -1.0}, "softcap must be a number above 0, got -1.0"),
-        ({"logit_scale": INF}, "logit_scale must be a number above 0, got inf"),
-    ),
-)
-def test_rejects_options(change: dict[str, float], message: str) -> None:
-    case = OP.case(shape=(2, 5), dtype=torch.float32, **change)
-    args = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), *OP.options(case))
-    op_checks.assert_rejects(OP, args, f"log_prob: {message}")
-    with pytest.raises(ValueError, match=message):
-        liger_ops.nn.LogProb(**change)
-
-
 def test_rejects_shapes() -> None:
     target = torch.zeros(2, dtype=torch.int64)
-    op_checks.assert_rejects(
-        OP, (torch.zeros(2, 0), target), "log_prob: logits must have at least one class, got (2, 0)"
-    )
-    shape = "log_prob: target must have the shape of logits but for its last dimension"
+    op_checks.assert_rejects(OP, (torch.zeros(2, 0), target), "logits must have at least one")
+    shape = "target must have the shape of logits but for its last dimension"
     op_checks.assert_rejects(OP, (torch.zeros(2, 5), target[:1]), f"{shape}, (2,), got (1,)")
 
 
@@ -188,14 +169,8 @@ def test_the_composed_op_is_one_node_compiled_once_for_unbacked_sizes() -> None:
     assert liger_ops_of(recorder.backwards) == {"log_prob_backward": 1}
 
 
-def test_the_composed_op_and_the_module() -> None:
-    text = liger_ops.log_prob.__doc__
-    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Source:", "Example:"))
+def test_the_composed_ops_tangent() -> None:
     x, target = torch.randn(3, 7), torch.tensor([0, -1, 6])
-    module = liger_ops.nn.LogProb(0.5, softcap=4.0, logit_scale=0.7, ignore_index=-1)
-    values = zip(module(x, target), liger_ops.log_prob(x, target, 0.5, 4.0, 0.7, -1), strict=True)
-    assert all(torch.equal(a, b) for a, b in values)
-    assert repr(module) == "LogProb(temperature=0.5, softcap=4.0, logit_scale=0.7, ignore_index=-1)"
     tangent = torch.randn(3, 7)
     of_x = lambda x: liger_ops.log_prob(x, target, ignore_index=-1)
     _, (found, _) = torch.func.jvp(of_x, (x,), (tangent,))

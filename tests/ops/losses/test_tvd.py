@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import distribution_checks as checks
-import liger_ops
-import op_checks
 from distribution_checks import EVERY_FOLDER
 from op_table import OPS
 from op_under_test import DEVICE
@@ -32,19 +30,3 @@ def test_equal_probabilities_have_no_gradient(folder: str) -> None:
     loss, dp, dq = checks.run(folder, case, p, q, None)
     torch.testing.assert_close(loss, (p - q).abs() / 2, equal_nan=True)
     assert dp[0].tolist() == [0.0, -0.5, 0.5] and dq[0].tolist() == [0.0, 0.5, -0.5]
-
-
-def test_rejects_a_reduction() -> None:
-    message = "reduction must be one of 'batchmean', 'mean', 'sum', 'none', got 'max'"
-    empty = torch.zeros(2, 5)
-    op_checks.assert_rejects(OP, (empty, empty, None, "max"), f"tvd: {message}")
-    with pytest.raises(ValueError, match=message):
-        liger_ops.nn.TVD("max")
-
-
-def test_the_module() -> None:
-    case = OP.sample(torch.float32)
-    p, q, labels = OP.forward_args(case, OP.tensors(case))[:3]
-    module = liger_ops.nn.TVD("mean", 2)
-    assert torch.equal(module(p, q, labels), liger_ops.tvd(p, q, labels, "mean", 2))
-    assert repr(module) == "TVD(reduction='mean', ignore_index=2)"

@@ -65,8 +65,4 @@ def test_residual_of_another_dtype() -> None:
 
 def test_rejects() -> None:
     x = torch.zeros(2, 8)
-    op_checks.assert_rejects(
-        OP,
-        (x, torch.zeros(1, 8)),
-        "fused_add_rms_norm: residual must have the shape of x, (2, 8), got (1, 8)",
-    )
+    op_checks.assert_rejects(OP, (x, torch.zeros(1, 8)), "residual must have the shape of x, (2,")

@@ -100,27 +100,12 @@ def test_module_is_the_op() -> None:
 def test_rejects() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     for args, message in (
-        ((torch.tensor(1.0), x), "gated_rms_norm: x must be (..., N), got shape ()"),
-        (
-            (x, torch.zeros(2, 7)),
-            "gated_rms_norm: gate must have the shape of x, (2, 8), got (2, 7)",
-        ),
+        ((torch.tensor(1.0), x), "x must be (..., N), got shape ()"),
+        ((x, torch.zeros(2, 7)), "gate must have the shape of x, (2, 8), got (2, 7)"),
         (
             (x, x, torch.zeros(7)),
-            "gated_rms_norm: weight must have the shape of x's last dimension, (8,), got (7,)",
+            "weight must have the shape of x's last dimension, (8,), got (7,)",
         ),
-        ((x, x, weight, -1.0), "gated_rms_norm: eps must be a number of at least 0, got -1.0"),
-        (
-            (x, x, weight, 1e-6, True, 3),
-            "gated_rms_norm: group_size must be a divisor of x's 8 columns, got 3",
-        ),
-        (
-            (x, x, weight, 1e-6, True, None, "gelu"),
-            "gated_rms_norm: activation must be one of 'silu', 'sigmoid', got 'gelu'",
-        ),
-        (
-            (x, x, weight, 1e-6, True, None, "silu", "none"),
-            "gated_rms_norm: casting_mode must be one of 'llama', 'gemma', got 'none'",
-        ),
+        ((x, x, weight, 1e-6, True, 3), "group_size must be a divisor of x's 8 columns, got 3"),
     ):
         op_checks.assert_rejects(OP, args, message)

@@ -46,13 +46,9 @@ def test_channels_last() -> None:
 def test_rejects() -> None:
     x = torch.zeros(2, 6, 5)
     for args, message in (
-        ((torch.zeros(6), 2), "group_norm: x must be (N, C, *spatial), got shape (6,)"),
-        ((x, 4), "group_norm: num_groups must be a divisor of x's 6 channels, got 4"),
-        ((x, 0), "group_norm: num_groups must be a divisor of x's 6 channels, got 0"),
-        (
-            (x, 2, torch.zeros(5)),
-            "group_norm: weight must have the shape of (C,) for x of (N, C, *spatial), (6,),"
-            " got (5,)",
-        ),
+        ((torch.zeros(6), 2), "x must be (N, C, *spatial), got shape (6,)"),
+        ((x, 4), "num_groups must be a divisor of x's 6 channels, got 4"),
+        ((x, 0), "num_groups must be a divisor of x's 6 channels, got 0"),
+        ((x, 2, torch.zeros(5)), "weight must have the shape of (C,) for x of (N, C, *spatial),"),
     ):
         op_checks.assert_rejects(OP, args, message)

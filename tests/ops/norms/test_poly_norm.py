@@ -62,19 +62,13 @@ def test_module_checks_its_options() -> None:
     assert repr(liger_ops.nn.PolyNorm(1e-3)) == "PolyNorm(eps=0.001)"
     module = liger_ops.nn.PolyNorm(device="meta", dtype=torch.float16)
     assert all(p.is_meta and p.dtype is torch.float16 for p in module.parameters())
-    with pytest.raises(ValueError, match="eps must be a number of at least 0, got -1.0"):
-        liger_ops.nn.PolyNorm(-1.0)
 
 
 def test_rejects() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(3)
     for args, message in (
-        ((torch.tensor(1.0), weight), "poly_norm: x must be (..., N), got shape ()"),
-        (
-            (x, torch.zeros(8)),
-            "poly_norm: weight must have the shape of (3,), (3,), got (8,)",
-        ),
-        ((x, weight, torch.zeros(2)), "poly_norm: bias must have one element, got shape (2,)"),
-        ((x, weight, None, -1.0), "poly_norm: eps must be a number of at least 0, got -1.0"),
+        ((torch.tensor(1.0), weight), "x must be (..., N), got shape ()"),
+        ((x, torch.zeros(8)), "weight must have the shape of (3,), (3,), got (8,)"),
+        ((x, weight, torch.zeros(2)), "bias must have one element, got shape (2,)"),
     ):
         op_checks.assert_rejects(OP, args, message)

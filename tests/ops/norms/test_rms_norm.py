@@ -52,21 +52,10 @@ def test_the_face_of_it() -> None:
 
 
 def test_rejects() -> None:
-    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    x = torch.zeros(2, 8)
     for args, message in (
-        ((torch.tensor(1.0),), "rms_norm: x must be (..., N), got shape ()"),
-        (
-            (x, torch.zeros(7)),
-            "rms_norm: weight must have the shape of x's last dimension, (8,), got (7,)",
-        ),
-        ((x, weight, -1.0), "rms_norm: eps must be a number of at least 0, got -1.0"),
-        (
-            (x, None, 1e-6, 1.0),
-            "rms_norm: offset must be 0 without a weight to add it to, got 1.0",
-        ),
-        (
-            (x, weight, 1e-6, 0.0, "bert"),
-            "rms_norm: casting_mode must be one of 'llama', 'gemma', 'none', got 'bert'",
-        ),
+        ((torch.tensor(1.0),), "x must be (..., N), got shape ()"),
+        ((x, torch.zeros(7)), "weight must have the shape of x's last dimension, (8,), got (7,)"),
+        ((x, None, 1e-6, 1.0), "offset must be 0 without a weight to add it to, got 1.0"),
     ):
         op_checks.assert_rejects(OP, args, message)

@@ -125,9 +125,7 @@ def test_module_is_the_op_along_a_dimension(dim: int) -> None:
 
 
 def test_rejects() -> None:
-    op_checks.assert_rejects(
-        OP, (torch.tensor(1.0),), "sparsemax: x must be (..., N), got shape ()"
-    )
+    op_checks.assert_rejects(OP, (torch.tensor(1.0),), "x must be (..., N), got shape ()")
     with pytest.raises(ValueError, match="^sparsemax: dim must be one of x's 2 dimensions, got 2"):
         liger_ops.sparsemax(torch.zeros(2, 3), 2)
     with pytest.raises(TypeError, match="^sparsemax: x must be a floating point tensor"):

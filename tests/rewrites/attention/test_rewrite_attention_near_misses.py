@@ -37,36 +37,12 @@ def scores_used(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return raw.softmax(-1) @ v + raw.square().mean()
 
 
-def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores(q, k).softmax(-2) @ v
-
-
 def head_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k).softmax(-1) * torch.tensor([1.0, 0.0, 1.0, 1.0]).view(4, 1, 1)) @ v
 
 
-def hidden_after_the_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores(q, k).softmax(-1).masked_fill(~causal(q, k), 0.0) @ v
-
-
-def scale_of_each_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * torch.arange(1.0, 5.0).view(4, 1, 1)).softmax(-1) @ v
-
-
-def scaled_after_the_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ((q @ k.mT + causal_float(q, k)) / 3.0).softmax(-1) @ v
-
-
-def negative_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * -0.3).softmax(-1) @ v
-
-
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.tanh(scores(q, k) / 2.0) * 2.0 + causal_float(q, k)).softmax(-1) @ v
-
-
-def low_but_not_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores(q, k).masked_fill(~causal(q, k), -4.0).softmax(-1) @ v
 
 
 def rows_without_a_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,14 +85,26 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], str]] = {
     "weights-returned": (returned, "weights or scores are returned"),
     "weights-used": (used, "is used elsewhere, by"),
     "scores-used": (scores_used, "is used elsewhere, by"),
-    "over-queries": (over_queries, "softmax is not over the keys"),
+    "over-queries": (lambda q, k, v: scores(q, k).softmax(-2) @ v, "softmax is not over the keys"),
     "head-mask": (head_mask, "changed after the softmax"),
-    "mask-after-softmax": (hidden_after_the_softmax, "changed after the softmax"),
-    "scale-of-heads": (scale_of_each_head, "multiplied by a tensor"),
-    "scaled-after-mask": (scaled_after_the_mask, "scaled after a mask is added"),
-    "negative-scale": (negative_scale, "multiplied by -0.3"),
+    "mask-after-softmax": (
+        lambda q, k, v: scores(q, k).softmax(-1).masked_fill(~causal(q, k), 0.0) @ v,
+        "changed after the softmax",
+    ),
+    "scale-of-heads": (
+        lambda q, k, v: (q @ k.mT * torch.arange(1.0, 5.0).view(4, 1, 1)).softmax(-1) @ v,
+        "multiplied by a tensor",
+    ),
+    "scaled-after-mask": (
+        lambda q, k, v: ((q @ k.mT + causal_float(q, k)) / 3.0).softmax(-1) @ v,
+        "scaled after a mask is added",
+    ),
+    "negative-scale": (lambda q, k, v: (q @ k.mT * -0.3).softmax(-1) @ v, "multiplied by -0.3"),
     "capped": (capped, "scores are capped, which scaled_dot_product_attention cannot do"),
-    "low-fill": (low_but_not_hidden, "fills hidden scores with -4.0"),
+    "low-fill": (
+        lambda q, k, v: scores(q, k).masked_fill(~causal(q, k), -4.0).softmax(-1) @ v,
+        "fills hidden scores with -4.0",
+    ),
     "filled-row": (rows_without_a_key, "may hide every key of a row"),
     "added-row": (low_rows_without_a_key, "may hide every key of a row"),
     "mask-written": (mask_written, "may hide every key of a row"),

@@ -21,10 +21,6 @@ def cohere(x: Tensor, weight: Tensor) -> Tensor:
     return (weight.to(torch.float32) * wide).to(x.dtype)
 
 
-def layer_norm_of_weight(x: Tensor, weight: Tensor) -> Tensor:
-    return F.layer_norm(x, (8,), weight, eps=EPS)
-
-
 def layer_norm_alone(x: Tensor, weight: Tensor) -> Tensor:
     return torch.layer_norm(x, (8,), None, None, EPS)
 
@@ -41,7 +37,7 @@ def cohere_otherwise(x: Tensor, weight: Tensor) -> Tensor:
 
 
 LAYER_NORMS = {
-    "weight": layer_norm_of_weight,
+    "weight": lambda x, weight: F.layer_norm(x, (8,), weight, eps=EPS),
     "alone": layer_norm_alone,
     "weight-and-bias": layer_norm_of_both,
     "cohere": cohere,
@@ -80,10 +76,6 @@ def test_layer_norm_of_any_number_of_rows(function):
     )
 
 
-def layer_norm_over_two(x: Tensor, weight: Tensor) -> Tensor:
-    return F.layer_norm(x, (3, 8), eps=EPS) * weight
-
-
 def centred_also_used(x: Tensor, weight: Tensor) -> Any:
     centred = x - x.mean(-1, keepdim=True)
     return weight * (centred * inverse_rms(centred)), centred.sum()
@@ -115,7 +107,10 @@ def cohere_without_gradient(x: Tensor, weight: Tensor) -> Tensor:
 
 
 NO_LAYER_NORM = {
-    "two-dimensions": (layer_norm_over_two, "over 2 dimensions"),
+    "two-dimensions": (
+        lambda x, weight: F.layer_norm(x, (3, 8), eps=EPS) * weight,
+        "over 2 dimensions",
+    ),
     "no_grad": (cohere_without_gradient, "different gradient or autocast modes"),
     "extra-user": (centred_also_used, "used elsewhere"),
     "other-dimension": (centred_by_another_dimension, "mean has -2"),

@@ -142,14 +142,6 @@ def with_another_modulation(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return y * (1 + scale[:, None]), y * (1 + scale)
 
 
-def of_two(x: Tensor, scale: Tensor) -> Tensor:
-    return F.layer_norm(x, (8,)) * (2 + scale[:, None]) + scale[:, None]
-
-
-def without_one(x: Tensor, scale: Tensor) -> Tensor:
-    return F.layer_norm(x, (8,)) * scale[:, None] + scale[:, None]
-
-
 def with_another_shift(x: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, (8,)) * (1 + scale[:, None]) + scale.mean(0)
 
@@ -164,8 +156,11 @@ NEAR_MISSES = {
     "positions": (of_positions, "not that of whole samples"),
     "another-user": (with_another_user, "is used elsewhere"),
     "another-modulation": (with_another_modulation, "not that of whole samples"),
-    "two": (of_two, "add has 2 where the op has 1"),
-    "without-one": (without_one, ""),
+    "two": (
+        lambda x, scale: F.layer_norm(x, (8,)) * (2 + scale[:, None]) + scale[:, None],
+        "add has 2 where the op has 1",
+    ),
+    "without-one": (lambda x, scale: F.layer_norm(x, (8,)) * scale[:, None] + scale[:, None], ""),
 }
 
 

@@ -61,10 +61,6 @@ def relu_under_autocast(x: Tensor) -> Tensor:
         return activation.square()
 
 
-def relu_in_place(x: Tensor) -> Tensor:
-    return F.relu(x * 1.0, inplace=True).square()
-
-
 def relu_source_written(x: Tensor) -> Tensor:
     x = x * 1.0
     activation = F.relu(x)
@@ -76,7 +72,7 @@ NO_RELU_SQUARED: dict[str, tuple[Callable[..., Any], str]] = {
     "extra-user": (relu_also_used, "used elsewhere"),
     "no_grad": (relu_without_gradient, "different gradient or autocast modes"),
     "autocast": (relu_under_autocast, "different gradient or autocast modes"),
-    "inplace": (relu_in_place, ""),
+    "inplace": (lambda x: F.relu(x * 1.0, inplace=True).square(), ""),
     "source-written": (relu_source_written, "written in place"),
     "cube": (lambda x: F.relu(x).pow(3), ""),
     "relu6": (lambda x: F.relu6(x).square(), ""),

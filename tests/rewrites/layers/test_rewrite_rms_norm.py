@@ -38,10 +38,6 @@ def mochi(x: Tensor, weight: Tensor) -> Tensor:
     return (x * inverse_rms(x.float()) * weight).to(x.dtype)
 
 
-def unweighted_unwidened(x: Tensor, weight: Tensor) -> Tensor:
-    return x * inverse_rms(x)
-
-
 def torch_function(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, EPS)
 
@@ -60,7 +56,7 @@ MODES: dict[str, tuple[Callable[..., Tensor], str, float, bool]] = {
     "unwidened": (unwidened, "none", 0.0, True),
     "unweighted": (unweighted, "gemma", 0.0, False),
     "unweighted-t5": (unweighted_t5, "gemma", 0.0, False),
-    "unweighted-unwidened": (unweighted_unwidened, "none", 0.0, False),
+    "unweighted-unwidened": (lambda x, weight: x * inverse_rms(x), "none", 0.0, False),
     "F.rms_norm": (torch_function, "gemma", 0.0, True),
     "F.rms_norm-unweighted": (torch_unweighted, "gemma", 0.0, False),
 }

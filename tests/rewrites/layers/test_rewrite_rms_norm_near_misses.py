@@ -18,33 +18,13 @@ def extra_user(x: Tensor, weight: Tensor) -> Any:
     return weight * (x * inverse), inverse
 
 
-def other_dimension(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS))
-
-
-def all_dimensions(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * torch.rsqrt(x.pow(2).mean() + EPS))
-
-
 def keepdim_missing(x: Tensor, weight: Tensor) -> Tensor:
     # For (3, 3, 8) the mean of one row scales another row.
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS).unsqueeze(0).transpose(0, 2))
 
 
-def eps_outside(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + EPS))
-
-
-def eps_in_the_mean(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * torch.rsqrt((x.pow(2) + EPS).mean(-1, keepdim=True)))
-
-
 def exponent_three(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS))
-
-
-def of_another_tensor(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * inverse_rms(x + weight))
 
 
 def partly_without_gradient(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,13 +45,22 @@ def eps_of_a_tensor(x: Tensor, weight: Tensor) -> Tensor:
 
 NEAR_MISSES = {
     "extra-user": (extra_user, "used elsewhere"),
-    "other-dimension": (other_dimension, "mean has"),
-    "all-dimensions": (all_dimensions, ""),
+    "other-dimension": (
+        lambda x, weight: weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS)),
+        "mean has",
+    ),
+    "all-dimensions": (lambda x, weight: weight * (x * torch.rsqrt(x.pow(2).mean() + EPS)), ""),
     "keepdim-missing": (keepdim_missing, ""),
-    "eps-outside": (eps_outside, ""),
-    "eps-in-the-mean": (eps_in_the_mean, ""),
+    "eps-outside": (
+        lambda x, weight: weight * (x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + EPS)),
+        "",
+    ),
+    "eps-in-the-mean": (
+        lambda x, weight: weight * (x * torch.rsqrt((x.pow(2) + EPS).mean(-1, keepdim=True))),
+        "",
+    ),
     "exponent-three": (exponent_three, ""),
-    "of-another-tensor": (of_another_tensor, ""),
+    "of-another-tensor": (lambda x, weight: weight * (x * inverse_rms(x + weight)), ""),
     "no_grad": (partly_without_gradient, "different gradient or autocast modes"),
     "autocast": (partly_under_autocast, "different gradient or autocast modes"),
     "eps-of-a-tensor": (eps_of_a_tensor, ""),
@@ -140,17 +129,13 @@ def test_rms_norm_in_float32_of_a_weight_that_is_no_row(shape):
     refused(gemma, x, weight, op="rms_norm", reason=f"the shape {shape}")
 
 
-def rounded_before_the_product(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * inverse_rms(x.float()).to(x.dtype))
-
-
 def rounded_square(x: Tensor, weight: Tensor) -> Tensor:
     variance = x.pow(2).float().mean(-1, keepdim=True)
     return weight * (x.float() * torch.rsqrt(variance + EPS)).to(x.dtype)
 
 
 ROUNDED_ELSEWHERE = {
-    "before-the-product": rounded_before_the_product,
+    "before-the-product": lambda x, weight: weight * (x * inverse_rms(x.float()).to(x.dtype)),
     "square": rounded_square,
 }
 

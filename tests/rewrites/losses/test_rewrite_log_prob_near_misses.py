@@ -28,22 +28,6 @@ def head(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [x, weight, labels.clamp(min=0)]
 
 
-def over_positions(logits: Tensor, labels: Tensor) -> Tensor:
-    return -(logits.softmax(1) * logits.log_softmax(1)).sum(-1)
-
-
-def summed_over_positions(logits: Tensor, labels: Tensor) -> Tensor:
-    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(1)
-
-
-def of_other_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    return -(logits.flip(0).softmax(-1) * logits.log_softmax(-1)).sum(-1)
-
-
-def of_other_temperatures(logits: Tensor, labels: Tensor) -> Tensor:
-    return -((logits / 2.0).softmax(-1) * logits.log_softmax(-1)).sum(-1)
-
-
 def of_other_positions(logits: Tensor, labels: Tensor) -> Tensor:
     return -(logits[:, 1:].softmax(-1) * logits[:, :-1].log_softmax(-1)).sum(-1)
 
@@ -66,21 +50,23 @@ def of_two_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return (p * p.sqrt()).sum(-1) + (p * logits.softmax(-1)).sum(-1)
 
 
-def broadcast(logits: Tensor, labels: Tensor) -> Tensor:
-    return -(logits[:1].softmax(-1) * logits.log_softmax(-1)).sum(-1)
-
-
 UNLIKE: dict[str, Spelling] = {
-    "over-positions": over_positions,
-    "summed-over-positions": summed_over_positions,
-    "other-logits": of_other_logits,
-    "other-temperatures": of_other_temperatures,
+    "over-positions": lambda logits, labels: -(logits.softmax(1) * logits.log_softmax(1)).sum(-1),
+    "summed-over-positions": lambda logits, labels: (
+        -(logits.softmax(-1) * logits.log_softmax(-1)).sum(1)
+    ),
+    "other-logits": lambda logits, labels: (
+        -(logits.flip(0).softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    ),
+    "other-temperatures": lambda logits, labels: (
+        -((logits / 2.0).softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    ),
     "other-positions": of_other_positions,
     "another-lse": less_another_lse,
     "scaled-mean": of_a_scaled_mean,
     "exp-of-negative": exp_of_negative,
     "two-probabilities": of_two_probabilities,
-    "broadcast": broadcast,
+    "broadcast": lambda logits, labels: -(logits[:1].softmax(-1) * logits.log_softmax(-1)).sum(-1),
 }
 
 

@@ -28,10 +28,6 @@ def per_item(logits: Tensor, target: Tensor) -> Tensor:
     return total / 7
 
 
-def module(logits: Tensor, target: Tensor) -> Tensor:
-    return nn.CrossEntropyLoss()(logits.flatten(0, 1), target.flatten())
-
-
 CHAINS: dict[str, Loss] = {
     "plain": plain,
     "transformers": transformers,
@@ -39,7 +35,7 @@ CHAINS: dict[str, Loss] = {
     "sliced-otherwise": sliced_otherwise,
     "last-positions": of_the_last_positions,
     "sum-per-item": per_item,
-    "module": module,
+    "module": lambda logits, target: nn.CrossEntropyLoss()(logits.flatten(0, 1), target.flatten()),
 }
 
 

@@ -39,17 +39,15 @@ def shifted_by_channels(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(shifted.swapaxes(-1, -2), target[:, 1:], reduction="none").sum(1)
 
 
-def nll_by_channels(logits: Tensor, target: Tensor) -> Tensor:
-    return F.nll_loss(F.log_softmax(logits, -1).transpose(1, 2), target)
-
-
 REDUCED: dict[str, Loss] = {
     "nll": by_nll,
     "wide-nll": by_wide_nll,
     "modules": by_modules,
     "channels": by_channels,
     "shifted-channels": shifted_by_channels,
-    "nll-channels": nll_by_channels,
+    "nll-channels": lambda logits, target: F.nll_loss(
+        F.log_softmax(logits, -1).transpose(1, 2), target
+    ),
 }
 
 

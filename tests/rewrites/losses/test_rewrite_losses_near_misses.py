@@ -92,14 +92,13 @@ def by_channels(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(B, V, S), target)
 
 
-def one_row(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits[0, 1], target[0, 1])
-
-
 REFUSED: dict[str, tuple[Loss, str]] = {
     "probabilities": (probabilities, "not rows with one target each"),
     "by-channels": (by_channels, "the classes are the second dimension"),
-    "one-row": (one_row, "not rows with one target each"),
+    "one-row": (
+        lambda logits, target: F.cross_entropy(logits[0, 1], target[0, 1]),
+        "not rows with one target each",
+    ),
 }
 
 
@@ -119,22 +118,6 @@ def capped_then_scaled(logits: Tensor, target: Tensor) -> Tensor:
 def capped_twice(logits: Tensor, target: Tensor) -> Tensor:
     capped = torch.tanh(logits / 3.0) * 3.0
     return transformers(torch.tanh(capped / 2.0) * 2.0, target)
-
-
-def of_two_caps(logits: Tensor, target: Tensor) -> Tensor:
-    return transformers(torch.tanh(logits / 3.0) * 4.0, target)
-
-
-def negated(logits: Tensor, target: Tensor) -> Tensor:
-    return transformers(logits * -1.0, target)
-
-
-def scaled_by_tensor(logits: Tensor, target: Tensor) -> Tensor:
-    return transformers(logits * logits.detach().abs().mean(), target)
-
-
-def rounded(logits: Tensor, target: Tensor) -> Tensor:
-    return transformers(logits.to(torch.bfloat16), target)
 
 
 def in_float64(logits: Tensor, target: Tensor) -> Tensor:
@@ -179,10 +162,6 @@ def of_chosen_positions(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, chosen].view(-1, V), target[:, chosen].view(-1))
 
 
-def sliced_after_a_view(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.view(-1, V)[1:], target.view(-1)[1:])
-
-
 def partly_without_gradient(logits: Tensor, target: Tensor) -> Tensor:
     with torch.no_grad():
         logits = torch.tanh(logits / 3.0) * 3.0
@@ -192,10 +171,13 @@ def partly_without_gradient(logits: Tensor, target: Tensor) -> Tensor:
 BROKEN: dict[str, tuple[Loss, int]] = {
     "capped-then-scaled": (capped_then_scaled, 0),
     "capped-twice": (capped_twice, 0),
-    "two-caps": (of_two_caps, 0),
-    "negated": (negated, 0),
-    "scaled-by-a-tensor": (scaled_by_tensor, 0),
-    "rounded": (rounded, 0),
+    "two-caps": (lambda logits, target: transformers(torch.tanh(logits / 3.0) * 4.0, target), 0),
+    "negated": (lambda logits, target: transformers(logits * -1.0, target), 0),
+    "scaled-by-a-tensor": (
+        lambda logits, target: transformers(logits * logits.detach().abs().mean(), target),
+        0,
+    ),
+    "rounded": (lambda logits, target: transformers(logits.to(torch.bfloat16), target), 0),
     "in-float64": (in_float64, 0),
     "mixed": (mixed, 0),
     "regrouped": (regrouped, 0),
@@ -205,7 +187,10 @@ BROKEN: dict[str, tuple[Loss, int]] = {
     "every-second-position": (of_every_second_position, 1),
     "chosen-positions": (of_chosen_positions, 0),
     "two-dimensions": (of_some_of_two_dimensions, 0),
-    "sliced-after-a-view": (sliced_after_a_view, 0),
+    "sliced-after-a-view": (
+        lambda logits, target: F.cross_entropy(logits.view(-1, V)[1:], target.view(-1)[1:]),
+        0,
+    ),
 }
 
 

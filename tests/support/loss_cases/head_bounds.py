@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -13,14 +15,21 @@ from torch import Tensor
 
 import op_checks
 from liger_ops import library
-from op_under_test import DY_LAYOUTS, X_LAYOUTS, OpUnderTest, Tensors, max_abs
+from op_under_test import DY_LAYOUTS, FOLDERS, X_LAYOUTS, OpUnderTest, Tensors, max_abs
 
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+EVERY_IMPLEMENTATION = pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
 MOSTLY = st.sampled_from((True, True, True, False))
 
 
-def head_fields(draw: st.DrawFn, results: int) -> dict[str, Any]:
-    """The fields of a head without losses: mostly of several chunks, with all gradients."""
-    bias, *mask = draw(st.booleans()), *(draw(MOSTLY) for _ in range(3))
+def implementation_of(op: library.Op, where: str) -> Callable[..., Any]:
+    """The op's definition, or the kernels of a folder."""
+    return op.kernels.get(where, op.definition)
+
+
+def head_fields(draw: st.DrawFn, results: int, **more: Sequence[Any]) -> dict[str, Any]:
+    """The fields of a head: mostly of several chunks, with all gradients."""
+    bias, *mask = draw(st.booleans()), *(draw(MOSTLY) for _ in range(5))
     choices = {
         "shape": ((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)),
         "D": (7, 4, 16, 1), "V": (7, 16, 33, 130, 2, 1),
@@ -29,12 +38,14 @@ def head_fields(draw: st.DrawFn, results: int) -> dict[str, Any]:
         "ignored": ("some", "some", "none", "all"), "target_dtype": (torch.int64, torch.int32),
         "temperature": (1.0, 0.6), "softcap": (None, 5.0), "logit_scale": (1.0, 0.25),
         "accumulate_narrow": (False, True), "chunk_bytes": (60, 400, 1, None),
-        "scale": (1.0, 0.05, 4.0),
+        "scale": (1.0, 0.05, 4.0), "rank": (None, None, 3, 1), **more,
     }  # fmt: skip
+    fields = {name: draw(st.sampled_from(values)) for name, values in choices.items()}
+    has_lora = fields["rank"] is not None
     return {
-        **{name: draw(st.sampled_from(values)) for name, values in choices.items()},
+        **fields,
         "bias": bias,
-        "mask": (*mask[:2], mask[2] and bias),
+        "mask": (*mask[:2], mask[2] and bias, *(wanted and has_lora for wanted in mask[3:])),
         "upstream": tuple(draw(MOSTLY) for _ in range(results)),
         "seed": draw(st.integers(0, 2**31)),
     }
@@ -49,6 +60,13 @@ def run(op: OpUnderTest, folder: str, backward: bool, args: tuple[Any, ...]) -> 
     op_checks.assert_own_memory(args, outputs)
     op_checks.assert_allocated_as_meta(op, backward, args, outputs)
     return outputs
+
+
+def truth_args(op: OpUnderTest, case: Any, tensors: Tensors, backward: bool) -> tuple[Any, ...]:
+    """The arguments in float64, in which the sums of chunks are, too."""
+    wide = {name: op_checks.in_float64(value) for name, value in tensors.items()}
+    arguments = op.backward_args if backward else op.forward_args
+    return arguments(replace(case, accumulate_narrow=False), wide)
 
 
 def assert_gradients_match(
@@ -73,9 +91,13 @@ def assert_gradients_match(
 
 
 def logits_of(case: Any, tensors: Tensors) -> Tensor:
-    """The scaled and capped logits, in float64."""
-    x, weight, bias = (op_checks.in_float64(tensors[name]) for name in ("x", "weight", "bias"))
-    logits = F.linear(x, weight, bias) * case.logit_scale
+    """The scaled and capped logits, with the LoRA, in float64."""
+    names = ("x", "weight", "bias", "lora_x", "lora_b")
+    x, weight, bias, lora_x, lora_b = (op_checks.in_float64(tensors[name]) for name in names)
+    logits = F.linear(x, weight, bias)
+    if lora_x is not None:
+        logits = logits + F.linear(lora_x, lora_b)
+    logits = logits * case.logit_scale
     if case.softcap is not None:
         logits = case.softcap * torch.tanh(logits / case.softcap)
     return logits / case.temperature
@@ -84,6 +106,8 @@ def logits_of(case: Any, tensors: Tensors) -> Tensor:
 def rounding(case: Any, logits: Tensor) -> float:
     """What rounding the logits to their dtype, and float32, may change a scaled logit by."""
     eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
+    # The head's and the LoRA's products are rounded one after the other.
+    eps *= 1 if case.rank is None else 2
     # The rounding error of tanh is relative to 1.
     size = max_abs(logits) + ((case.softcap or 0) + math.log(case.V)) / case.temperature
     return (eps + 16 * eps32) * size
@@ -105,13 +129,15 @@ def assert_no_further(
 def gradient_bounds(case: Any, tensors: Tensors, bounds: Tensor, terms: Tensor) -> dict[str, float]:
     """The errors of the head's gradients, from the bounds of the errors of the gradient of the
     logits and the size of the terms of that, both (M, V)."""
-    x, weight = (tensors[name].double().abs() for name in ("x", "weight"))
-    sums = 0.0
-    if case.accumulate_narrow:
-        # One rounding of the sum for each chunk, at most one a word.
-        sums = torch.finfo(case.dtype).eps * case.V * max_abs(terms @ weight)
-    return {
-        "x": max_abs(bounds @ weight) + sums,
-        "weight": max_abs(bounds.T @ x.reshape(-1, case.D)),
-        "bias": max_abs(bounds.sum(0)),
-    }
+    found = {"bias": max_abs(bounds.sum(0))}
+    for rows, columns in (("x", "weight"), ("lora_x", "lora_b")):
+        if tensors[rows] is None:
+            continue
+        x, weight = (tensors[name].double().abs() for name in (rows, columns))
+        sums = 0.0
+        if case.accumulate_narrow:
+            # One rounding of the sum for each chunk, at most one a word.
+            sums = torch.finfo(case.dtype).eps * case.V * max_abs(terms @ weight)
+        found[rows] = max_abs(bounds @ weight) + sums
+        found[columns] = max_abs(bounds.T @ x.reshape(-1, x.shape[-1]))
+    return found

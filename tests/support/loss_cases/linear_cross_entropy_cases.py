@@ -15,7 +15,7 @@ from op_under_test import DEVICE, OpUnderTest, Tensors, Values, laid_out
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase:
-    """A drawn use of linear_cross_entropy, in chunks of a number of rows, or in one chunk."""
+    """A drawn use of a head. chunk_bytes holds a few tokens, or a few words, of the logits."""
 
     shape: tuple[int, ...] = (3, 5)
     D: int = 7
@@ -35,7 +35,8 @@ class HeadCase:
     softcap: float | None = None
     logit_scale: float = 1.0
     accumulate_narrow: bool = False
-    rows: int | None = 4
+    temperature: float = 1.0
+    chunk_bytes: int | None = 100
     scale: float = 1.0
     # The rank of the head's LoRA, or None for a head without one.
     rank: int | None = None
@@ -88,19 +89,12 @@ def lora_of(case: HeadCase) -> list[Tensor | None]:
     return [laid_out(lora_x, layout), laid_out(lora_b, case.layout)]
 
 
-def options_of(case: HeadCase, stride: int | None = None) -> list[Any]:
-    """The options from ignore_index to chunk_bytes. A row of logits occupies `stride` elements."""
-    row_bytes = (stride or case.V) * case.dtype.itemsize
+def options_of(case: HeadCase) -> list[Any]:
+    """The options from ignore_index to chunk_bytes."""
     return [
-        -100,
-        case.reduction,
-        case.label_smoothing,
-        case.lse_square_scale,
-        case.softcap,
-        case.logit_scale,
-        case.dtype if case.accumulate_narrow else None,
-        None if case.rows is None else case.rows * row_bytes,
-    ]
+        -100, case.reduction, case.label_smoothing, case.lse_square_scale, case.softcap,
+        case.logit_scale, case.dtype if case.accumulate_narrow else None, case.chunk_bytes,
+    ]  # fmt: skip
 
 
 # Masks of the gradients of x, weight, bias, lora_x and lora_b.
@@ -108,14 +102,8 @@ NO_GRADIENTS = [False] * 5
 WITHOUT_LORA = [True, True, True, False, False]
 LORA = ("lora_x", "lora_b")
 INPUTS = (
-    "x",
-    "weight",
-    "target",
-    "bias",
-    "class_weight",
-    "token_weight",
-    "num_items_in_batch",
-)
+    "x", "weight", "target", "bias", "class_weight", "token_weight", "num_items_in_batch",
+)  # fmt: skip
 # The values of dx, dweight and dbias if a forward does not compute them.
 NOT_COMPUTED = (None, None, None)
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
@@ -135,14 +123,18 @@ def tensors(case: HeadCase) -> Tensors:
     return given
 
 
-# Every option in use, in several chunks. All sizes differ, because tracing would treat equal ones
-# as one size.
+# All sizes differ, because tracing would treat equal ones as one size. There are several chunks of
+# tokens and of words.
+SIZES: Fields = {
+    "D": 4, "V": 7, "rank": 5, "chunk_bytes": lambda dtype: 4 * 7 * dtype.itemsize,
+}  # fmt: skip
+# Every option in use.
 USED: Fields = {
-    "D": 4, "V": 7, "class_weight": True, "token_weight": True, "label_smoothing": 0.1,
-    "lse_square_scale": 0.01, "softcap": 3.0, "logit_scale": 0.7, "rank": 5,
+    **SIZES, "class_weight": True, "token_weight": True, "label_smoothing": 0.1,
+    "lse_square_scale": 0.01, "softcap": 3.0, "logit_scale": 0.7,
 }  # fmt: skip
 UNUSED = {
-    "class_weight": False, "token_weight": False, "num_items": False, "rows": None,
+    "class_weight": False, "token_weight": False, "num_items": False, "chunk_bytes": None,
     "label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0,
 }  # fmt: skip
 
@@ -175,11 +167,7 @@ def linear_cross_entropy(reduction: str) -> OpUnderTest:
         form=reduction,
         case_type=HeadCase,
         tensors=tensors,
-        computed={
-            "return_predicted": always,
-            "return_entropy": always,
-            "chunk_bytes": lambda case, tensors: options_of(case)[-1],
-        },
+        computed={"return_predicted": always, "return_entropy": always},
         no_gradient=("target", *INPUTS[4:]),
         sampled={**USED, "reduction": reduction, "num_items": reduction == "mean"},
         forms=head_forms(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,46 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import op_checks
-from linear_divergence_cases import INPUTS, UPSTREAM, TwoHeadsCase
+from linear_divergence_cases import HEAD, LORA, UPSTREAM, TwoHeadsCase
 from op_under_test import Tensors, max_abs
 
 
 def logits_of(case: TwoHeadsCase, tensors: Tensors) -> list[Tensor]:
     """The scaled and capped logits of the student and the teacher, in float64."""
-    wide = {name: op_checks.in_float64(tensors[name]) for name in INPUTS[:7]}
-    teacher = wide["teacher_logits"]
-    if teacher is None:
-        teacher = F.linear(wide["teacher_x"], wide["teacher_weight"], wide["teacher_bias"])
+    wide = {name: op_checks.in_float64(value) for name, value in tensors.items()}
     found = []
-    for logits, scale, cap in (
-        (F.linear(wide["student_x"], wide["student_weight"], wide["student_bias"]),
-         case.logit_scale, case.softcap),
-        (teacher, case.teacher_logit_scale, case.teacher_softcap),
-    ):  # fmt: skip
-        z = logits * scale
+    for side, scale, cap in (
+        ("student", case.logit_scale, case.softcap),
+        ("teacher", case.teacher_logit_scale, case.teacher_softcap),
+    ):
+        z = wide["teacher_logits"] if side == "teacher" else None
+        if z is None:
+            z = F.linear(*(wide[f"{side}_{name}"] for name in ("x", "weight", "bias")))
+            if wide[f"{side}_lora_x"] is not None:
+                z = z + F.linear(wide[f"{side}_lora_x"], wide[f"{side}_lora_b"])
+        z = z * scale
         found.append(z if cap is None else cap * torch.tanh(z / cap))
     return found
 
 
-def side_by_side(case: TwoHeadsCase, tensors: Tensors) -> tuple[TwoHeadsCase, Tensors]:
-    """The same heads without a LoRA: x and lora_x, and weight and lora_b, are side by side."""
-    wide = dict(tensors)
-    for side in ("student", "teacher"):
-        for name, other in (("x", "lora_x"), ("weight", "lora_b")):
-            parts = [tensors[f"{side}_{part}"] for part in (name, other)]
-            wide[f"{side}_{other}"] = None
-            if parts[1] is not None:
-                wide[f"{side}_{name}"] = torch.cat(parts, -1)
-    D, E = case.D + (case.rank or 0), case.E + (case.teacher_rank or 0)
-    return replace(case, D=D, E=E, rank=None, teacher_rank=None, mask=case.mask[:3]), wide
-
-
 class Bounds:
-    """What rounding the logits of both to their dtypes, `roundings` times, and float32, may
-    change."""
+    """What rounding the logits of both to their dtypes, and float32, may change. Those of a head
+    with a LoRA are rounded twice."""
 
-    def __init__(self, case: TwoHeadsCase, tensors: Tensors, roundings: int = 1) -> None:
+    def __init__(self, case: TwoHeadsCase, tensors: Tensors) -> None:
         self.case, self.tensors = case, tensors
+        roundings = 1 if case.rank is case.teacher_rank is None else 2
         teacher_temperature = case.teacher_temperature or case.temperature
         z, teacher_z = logits_of(case, tensors)
         dtypes = (case.dtype, case.teacher_dtype or case.dtype)
@@ -99,19 +87,22 @@ class Bounds:
         return total * case.logit_scale
 
     def gradients(self, soft: Tensor, hard: Tensor) -> list[float]:
+        """Those of the tensors of the student's head."""
         case = self.case
         errors = self.dlogits(soft, hard).reshape(-1, case.V)
-        x, weight = (self.tensors[name].double().abs() for name in ("student_x", "student_weight"))
-        rows = x.reshape(-1, case.D)
         terms = (soft.abs() * 2 * self.ratio / case.temperature + hard.abs() * 2).reshape(-1)
         # A sum of chunks of tokens, or of words, that is rounded after each.
         narrow = torch.finfo(case.dtype).eps * case.logit_scale if case.accumulate_narrow else 0.0
-        of_tokens = narrow * len(rows) * max_abs((terms.unsqueeze(-1) * rows).sum(0))
-        of_words = narrow * case.V * max_abs(terms) * max_abs(weight)
-        return [
-            max_abs(errors @ weight) + of_words, max_abs(errors.T @ rows) + of_tokens,
-            max_abs(errors.sum(0)),
-        ]  # fmt: skip
+        found = {"student_bias": max_abs(errors.sum(0))}
+        for names in (HEAD[:2], LORA):
+            if self.tensors[names[0]] is not None:
+                x, weight = (self.tensors[name].double().abs() for name in names)
+                rows = x.reshape(-1, x.shape[-1])
+                of_tokens = narrow * len(rows) * max_abs((terms.unsqueeze(-1) * rows).sum(0))
+                of_words = narrow * case.V * max_abs(terms) * max_abs(weight)
+                found[names[0]] = max_abs(errors @ weight) + of_words
+                found[names[1]] = max_abs(errors.T @ rows) + of_tokens
+        return [found.get(name, 0.0) for name in HEAD]
 
 
 def upstream(case: TwoHeadsCase, tensors: Tensors, in_forward: bool) -> tuple[Tensor, Tensor]:

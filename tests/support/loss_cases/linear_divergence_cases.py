@@ -8,8 +8,8 @@ import torch
 
 from divergence_cases import PLAIN
 from launch_forms import Fields, head_forms
-from linear_cross_entropy_cases import HeadCase, head, lora_of, tensors_of
-from linear_log_prob_cases import COMPILED, SIZES
+from linear_cross_entropy_cases import SIZES, HeadCase, head, lora_of, tensors_of
+from linear_log_prob_cases import COMPILED
 from op_under_test import OpUnderTest, Tensors, Values, laid_out
 
 
@@ -30,7 +30,6 @@ class TwoHeadsCase(HeadCase):
     has_target: bool = True
     kind: str = "jsd"
     beta: float = 0.5
-    temperature: float = 1.0
     teacher_temperature: float | None = None
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0

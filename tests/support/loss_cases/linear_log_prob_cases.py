@@ -6,21 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import log_prob_cases
-from launch_forms import Fields, Forms, head_forms
+from launch_forms import Forms, head_forms
 from liger_ops import library
-from linear_cross_entropy_cases import LORA, HeadCase, head, lora_of, tensors_of
+from linear_cross_entropy_cases import LORA, SIZES, HeadCase, head, lora_of, tensors_of
 from log_prob_cases import ASKED, NOTHING
 from op_under_test import Tensors, Values
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbHeadCase(HeadCase):
-    """A drawn use of linear_log_prob. chunk_bytes holds a few tokens, or a few words, of the
-    logits; mask says which of x, weight and bias, and upstream which results have a gradient."""
+    """A drawn use of linear_log_prob. upstream says which results have a gradient."""
 
-    temperature: float = 1.0
     upstream: tuple[bool, ...] = (True, True, True)
-    chunk_bytes: int | None = 100
     return_mean_logits: bool = False
     return_log_sum_sq_probs: bool = False
     return_predicted: bool = False
@@ -52,12 +49,6 @@ def in_words(**common: Any) -> Forms:
         common={"bias": False, "mask": (True, True, False), "chunk_bytes": None, **common},
     )
 
-
-# All sizes differ, because tracing would treat equal ones as one size. There are several chunks of
-# tokens and of words.
-SIZES: Fields = {
-    "D": 4, "V": 7, "rank": 5, "chunk_bytes": lambda dtype: 4 * 7 * dtype.itemsize,
-}  # fmt: skip
 
 COMPILED = {"shape": (4,), "D": 64, "V": 4, "rank": None}
 

@@ -6,22 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from linear_cross_entropy_cases import LORA, HeadCase, head, lora_of, tensors_of
-from linear_log_prob_cases import COMPILED, SIZES, in_words
+from linear_cross_entropy_cases import LORA, SIZES, HeadCase, head, lora_of, tensors_of
+from linear_log_prob_cases import COMPILED, in_words
 from op_under_test import DEVICE, Tensors, Values, laid_out
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopKCase(HeadCase):
-    """A drawn use of linear_top_k_divergence. chunk_bytes holds a few tokens, or a few words, of
-    the logits; mask says which of x, weight and bias, and upstream which results have a gradient.
-    `ignored` says how many tokens, and entries of the others, list no word."""
+    """A drawn use of linear_top_k_divergence. upstream says which results have a gradient, and
+    `ignored` how many tokens, and entries of the others, list no word."""
 
     # Listed words of a token, at most V.
     K: int = 3
-    temperature: float = 1.0
     upstream: tuple[bool, ...] = (True, True)
-    chunk_bytes: int | None = 100
 
 
 INPUTS = ("x", "weight", "teacher_ids", "bias")

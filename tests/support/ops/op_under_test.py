@@ -210,8 +210,13 @@ class OpUnderTest:
         return f"{self.name}-{self.form}" if self.form else self.name
 
     @property
+    def base(self) -> str:
+        """The name of the op that a user calls."""
+        return self.name.removesuffix("_forward")
+
+    @property
     def backward_name(self) -> str:
-        return f"{self.name.removesuffix('_forward')}_backward"
+        return f"{self.base}_backward"
 
     @property
     def definition(self) -> Callable[..., Any]:

@@ -68,21 +68,13 @@ def by_logsumexp(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=-1) - torch.sum(p * logits, dim=-1)
 
 
-def by_chunks(logits: Tensor) -> Tensor:
-    return entropy_from_logits(logits, chunk_size=4)
-
-
-def by_rows(logits: Tensor) -> Tensor:
-    return torch.stack([by_logsumexp(row / 2.0) for row in logits.unbind(0)])
-
-
 ENTROPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "log-probs": by_log_probs,
     "softmax-and-log-softmax": by_softmax_and_log_softmax,
     "logsumexp": by_logsumexp,
-    "trl": by_chunks,
+    "trl": lambda logits: entropy_from_logits(logits, chunk_size=4),
     "one-chunk": entropy_from_logits,
-    "rows": by_rows,
+    "rows": lambda logits: torch.stack([by_logsumexp(row / 2.0) for row in logits.unbind(0)]),
 }
 
 

@@ -280,10 +280,6 @@ def of_two_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return llama(q, cos, sin), llama(k, torch.tanh(cos), sin)
 
 
-def of_one_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return llama(q.transpose(1, 2), cos, sin), k * 2
-
-
 def half_also_used(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     turned = rotate_half(q)
@@ -337,7 +333,7 @@ def partly_under_autocast(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any
 # Number of ops: both tensors separately, or only one of them.
 NO_PAIRS: dict[str, tuple[Callable[..., Any], int]] = {
     "two-tables": (of_two_tables, 2),
-    "one-alone": (of_one_alone, 1),
+    "one-alone": (lambda q, k, cos, sin: (llama(q.transpose(1, 2), cos, sin), k * 2), 1),
     "extra-user": (half_also_used, 1),
     "no_grad": (keys_without_gradient, 2),
     "autocast": (partly_under_autocast, 2),
