@@ -410,15 +410,3 @@ def of_one_shape(a: Any, b: Any) -> None:
     shapes = [tuple(value(one).shape) if is_tensor(one) else one for one in (a, b)]
     if not same(*shapes):
         raise Refused(f"{shapes[0]} and {shapes[1]} are broadcast against each other")
-
-
-def put_loss(
-    at: fx.Node, target: Any, args: tuple[Any, ...], matched: Collection[fx.Node], state: GraphState
-) -> fx.Node:
-    """Replace a loss by the op, whose float32 result is cast to the old loss's dtype."""
-    with state.modes_of(at):
-        new = op = emit(at, target, args)
-    if value(op).dtype != value(at).dtype:
-        new = derive(at, torch.Tensor.to, op, value(at).dtype)
-    replace([(at, new)], matched, state)
-    return op
