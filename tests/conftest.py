@@ -26,7 +26,7 @@ COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("ci", max_examples=15, **COMMON)
+settings.register_profile("ci", max_examples=10, **COMMON)
 settings.register_profile("nightly", max_examples=1000, **{**COMMON, "derandomize": False})
 
 
@@ -114,6 +114,17 @@ def mesh() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def without_tf32() -> Iterator[None]:
+    """On a GPU, let convolutions of float32 have float32's precision."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture
