@@ -10,10 +10,7 @@ import torch
 from torch import fx
 
 from ..engine.canonical import Call, calls, canonical, is_tensor, value
-from ..engine.rewrite import derive
-
-# A function of torch and its arguments after the tensor.
-View = tuple[Any, tuple[Any, ...]]
+from ..engine.rewrite import View, viewed
 
 
 @dataclass(frozen=True)
@@ -28,13 +25,7 @@ class Operand:
 
     def before(self, at: fx.Node) -> fx.Node:
         """The operand as a node, with its views inserted before `at`."""
-        return view(at, self.source, self.views)
-
-
-def view(at: fx.Node, node: fx.Node, views: Sequence[View]) -> fx.Node:
-    for function, args in views:
-        node = derive(at, function, node, *args)
-    return node
+        return viewed(at, self.source, self.views)
 
 
 class Scores(NamedTuple):
@@ -97,7 +88,7 @@ def _of_matmul(node: fx.Node, query: fx.Node, key: fx.Node) -> Scores:
     turned = calls(key, "transpose")
     if turned is not None and turned.args[1] == (-2, -1):
         return Scores(Operand(query), Operand(turned.args[0]), (node, key))
-    return Scores(Operand(query), Operand(key, ((torch.transpose, (-2, -1)),)), (node,))
+    return Scores(Operand(query), Operand(key, ((torch.transpose, -2, -1),)), (node,))
 
 
 def _of_einsum(node: fx.Node, call: Call) -> Scores | None:
@@ -144,4 +135,4 @@ def _permuted(term: Sequence[str], to: Sequence[str]) -> tuple[View, ...]:
     if not moved:
         return ()
     # A transposition is what rewrites that follow recognise.
-    return ((torch.transpose, tuple(moved)) if len(moved) == 2 else (torch.permute, (dims,)),)
+    return ((torch.transpose, *moved) if len(moved) == 2 else (torch.permute, dims),)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ..engine.canonical import IDENTITY, canonical, operation, same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.report import Report
-from ..engine.rewrite import Refused, derive, reported
+from ..engine.rewrite import Refused, View, reported, viewed
 from .attention import attentions, obstacle, set_arguments
 
 OP = "grouped_attention"
@@ -34,7 +34,7 @@ class Repeat(NamedTuple):
     source: fx.Node
     times: int
     nodes: tuple[fx.Node, ...]
-    swaps: tuple[tuple[int, int], ...] = ()
+    swaps: tuple[View, ...] = ()
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -58,7 +58,7 @@ def _group(
     reason = obstacle(node, arguments, state) or _obstacle(node, arguments, repeats, state)
     if reason is not None:
         raise Refused(reason)
-    key, values = (unrepeated(repeat, node) for repeat in repeats)
+    key, values = (viewed(node, repeat.source, repeat.swaps) for repeat in repeats)
     set_arguments(node, {**arguments, "key": key, "value": values, "enable_gqa": True}, state)
 
 
@@ -74,7 +74,9 @@ def repeated(node: Any, axis: int) -> Repeat | None:
     if op == "transpose":
         dims = args[1]
         inner = repeated(args[0], sum(dims) - axis if axis in dims else axis)
-        return inner and inner._replace(nodes=(*inner.nodes, node), swaps=(*inner.swaps, dims))
+        return inner and inner._replace(
+            nodes=(*inner.nodes, node), swaps=(*inner.swaps, (torch.transpose, *dims))
+        )
     if op == "repeat_interleave":
         x, times, dim = args
         return Repeat(x, times, (node,)) if dim == axis and _is_count(times) else None
@@ -154,13 +156,6 @@ def not_flash(
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0"
     return None
-
-
-def unrepeated(repeat: Repeat, before: fx.Node) -> fx.Node:
-    node = repeat.source
-    for dims in repeat.swaps:
-        node = derive(before, torch.transpose, node, *dims)
-    return node
 
 
 def _shape(node: Any) -> list[Any]:

@@ -26,13 +26,13 @@ from ..engine.canonical import same, value
 from ..engine.emitter import Emitter
 from ..engine.graph_state import erase_unused
 from ..engine.report import Report
-from ..engine.rewrite import Refused, check_results
+from ..engine.rewrite import Refused, check_results, viewed
 from . import flash_attention, flex_attention
 from .attention import States, known_of, masked_calls, obstacle, replace_places, scores
 from .attention_products import Operand
 from .block_masks import BlockMasks
 from .causal_attention import misfit, write
-from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated, unrepeated
+from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
 from .mask.algebra import Condition, both, data_of, is_condition, known
 from .mask.blocks import dense_datum
 from .mask.proof import sees_itself, window
@@ -170,7 +170,8 @@ def grouped(emit: Emitter, node: fx.Node, arguments: dict[str, Any]) -> tuple[An
     operands = {name: arguments[name] for name in ("query", "key", "value")}
     key, values = (repeated(operands[name], HEADS) for name in ("key", "value"))
     if key is not None and values is not None and key.times == values.times:
-        operands |= {"key": unrepeated(key, node), "value": unrepeated(values, node)}
+        for name, repeat in (("key", key), ("value", values)):
+            operands[name] = viewed(node, repeat.source, repeat.swaps)
     dtype = value(node).dtype
     query, key, values = (
         one if value(one).dtype == dtype else emit(torch.Tensor.to, one, dtype)

@@ -26,9 +26,9 @@ from ..engine.graph_state import GraphState
 from ..engine.layout import noticed
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, derive, insert, replace
+from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
 from .attention import States, replace_places
-from .attention_products import Operand, View, view
+from .attention_products import Operand
 from .mask.algebra import Condition, Unknown, affine, axes_of, both, known, negation, truth
 from .mask.bounds import ORDINARY, MaskBounds, inside
 from .mask.evaluate import IndexFunctions
@@ -77,7 +77,7 @@ def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphStat
     """The result in the shape of `root`, and in its strides where the graph would notice others."""
     try:
         with attempt(root.graph):
-            new = view(root, call, back)
+            new = viewed(root, call, back)
             if same(value(new).stride(), value(root).stride()):
                 return new
             if reason := noticed({root: value(new)}, state):
@@ -85,7 +85,7 @@ def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphStat
             return new
     except Refused:
         # A matrix product is contiguous in the form that attention has here.
-        return view(root, derive(root, torch.Tensor.contiguous, call), back)
+        return viewed(root, derive(root, torch.Tensor.contiguous, call), back)
 
 
 def operands(found: UnfusedAttention, state: GraphState) -> list[fx.Node]:

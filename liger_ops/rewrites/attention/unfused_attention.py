@@ -21,8 +21,8 @@ from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, 
 from ..engine.effects import writes
 from ..engine.graph_state import GraphState
 from ..engine.report import Report
-from ..engine.rewrite import Refused, foreign
-from .attention_products import Operand, View, product_of_weights
+from ..engine.rewrite import Refused, View, foreign
+from .attention_products import Operand, product_of_weights
 from .mask.scopes import Scope
 from .unfused_scores import ScoresReader, UnfusedScores
 
@@ -144,7 +144,7 @@ def _assembled(
         query, key = (one.viewed(*_split(scores)) for one in (query, key))
     if is_tensor(root, dim=3):
         values = values.viewed(*_split(scores))
-        joined: View = (torch.squeeze, (1,)) if scores.heads is None else (torch.flatten, (0, 1))
+        joined: View = (torch.squeeze, 1) if scores.heads is None else (torch.flatten, 0, 1)
         back = (joined, *back)
     nodes = frozenset((root, *weights.nodes, *scores.nodes))
     return UnfusedAttention(
@@ -155,8 +155,8 @@ def _assembled(
 def _split(scores: UnfusedScores) -> tuple[View, ...]:
     """How (B * H, S, D) becomes (B, H, S, D). If the code never does so, H is 1."""
     if scores.heads is None:
-        return ((torch.unsqueeze, (1,)),)
-    return ((torch.unflatten, (0, (-1, scores.heads))),)
+        return ((torch.unsqueeze, 1),)
+    return ((torch.unflatten, 0, (-1, scores.heads)),)
 
 
 def _four_dimensions(mask: fx.Node, scores: UnfusedScores) -> Operand:
@@ -165,7 +165,7 @@ def _four_dimensions(mask: fx.Node, scores: UnfusedScores) -> Operand:
     if not is_tensor(mask, dim=3) or mask not in scores.of_three_dimensions:
         return operand
     if same(value(mask).shape[0], 1):
-        return operand.viewed((torch.unsqueeze, (1,)))
+        return operand.viewed((torch.unsqueeze, 1))
     return operand.viewed(*_split(scores))
 
 

@@ -40,6 +40,8 @@ class InDtypesOfInputs:
 
 
 NO_KWARGS: Mapping[str, Any] = {}
+# A function of torch, and its arguments after the tensor.
+View = tuple[Any, ...]
 
 
 class Refused(Exception):
@@ -368,6 +370,13 @@ def derive(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return insert(before, target, args, run(target, args, kwargs), kwargs)
 
 
+def viewed(at: fx.Node, x: fx.Node, views: Iterable[View]) -> fx.Node:
+    """These views of x, inserted before `at`."""
+    for function, *arguments in views:
+        x = derive(at, function, x, *arguments)
+    return x
+
+
 def items(of: fx.Node, count: int) -> list[fx.Node]:
     """Insert nodes for the first `count` results of a node that has several."""
     results: list[fx.Node] = []
@@ -401,15 +410,3 @@ def of_one_shape(a: Any, b: Any) -> None:
     shapes = [tuple(value(one).shape) if is_tensor(one) else one for one in (a, b)]
     if not same(*shapes):
         raise Refused(f"{shapes[0]} and {shapes[1]} are broadcast against each other")
-
-
-def put_loss(
-    at: fx.Node, target: Any, args: tuple[Any, ...], matched: Collection[fx.Node], state: GraphState
-) -> fx.Node:
-    """Replace a loss by the op, whose float32 result is cast to the old loss's dtype."""
-    with state.modes_of(at):
-        new = op = emit(at, target, args)
-    if value(op).dtype != value(at).dtype:
-        new = derive(at, torch.Tensor.to, op, value(at).dtype)
-    replace([(at, new)], matched, state)
-    return op

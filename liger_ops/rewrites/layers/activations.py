@@ -9,6 +9,7 @@ rounds the activation before the product; compiled by Inductor, it does not eith
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,54 +20,6 @@ from ..engine.canonical import same, value
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
 from ..engine.rewrite import Refused, before_widening, number, of_one_shape, replace_all
-
-
-def llama(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def beam(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
-
-
-def lumina(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate.to(torch.float32)).to(gate.dtype) * up
-
-
-def falcon_h1(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
-    return up * F.silu(gate * multiplier)
-
-
-def gpt_oss(
-    gate: Tensor, up: Tensor, limit: float, lower: float, alpha: float, up_offset: float
-) -> Tensor:
-    gate = gate.clamp(min=None, max=limit)
-    up = up.clamp(min=lower, max=limit)
-    glu = gate * torch.sigmoid(gate * alpha)
-    return (up + up_offset) * glu
-
-
-def deepseek_v4(gate: Tensor, up: Tensor, limit: float, lower: float) -> Tensor:
-    gate = gate.clamp(min=None, max=limit)
-    up = up.clamp(min=lower, max=limit)
-    return F.silu(gate) * up
-
-
-def quick_gelu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
-    return gate * torch.sigmoid(gate * alpha) * up
-
-
-def gemma(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return F.gelu(gate, approximate=approximate) * up
-
-
-def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
-    inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * torch.pow(gate, 3.0))
-    return 0.5 * gate * (1.0 + torch.tanh(inner)) * up
-
-
-def nemotron(x: Tensor) -> Tensor:
-    return torch.square(F.relu(x))
 
 
 def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:
@@ -108,19 +61,43 @@ def _relu_squared(match: Match) -> tuple[Any, tuple[Any, ...]]:
     return torch.ops.liger.relu_squared.default, (match["x"],)
 
 
-_HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}
-_LIMITS: dict[str, Any] = {"limit": 7.0, "lower": -7.0}
+def _halves(code: Callable[..., Tensor], **options: Any) -> Pattern:
+    return Pattern(code, gate=(2, 3, 8), up=(2, 3, 8), **options)
+
+
+def _clamped(code: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def clamped(gate: Tensor, up: Tensor, limit: float, lower: float, **more: float) -> Tensor:
+        return code(gate.clamp(min=None, max=limit), up.clamp(min=lower, max=limit), **more)
+
+    return clamped
+
+
+def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
+    inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * torch.pow(gate, 3.0))
+    return 0.5 * gate * (1.0 + torch.tanh(inner)) * up
+
+
+_WIDE = torch.float32
 SWIGLU = [
-    (Pattern(falcon_h1, **_HALVES, multiplier=0.5), _swiglu),
-    *((Pattern(spelling, **_HALVES), _swiglu) for spelling in (beam, lumina, llama)),
+    # Falcon-H1, Beam, Lumina and Llama.
+    (_halves(lambda gate, up, multiplier: up * F.silu(gate * multiplier), multiplier=0.5), _swiglu),
+    (_halves(lambda gate, up: (F.silu(gate.to(_WIDE)) * up.to(_WIDE)).to(gate.dtype)), _swiglu),
+    (_halves(lambda gate, up: F.silu(gate.to(_WIDE)).to(gate.dtype) * up), _swiglu),
+    (_halves(lambda gate, up: F.silu(gate) * up), _swiglu),
 ]
+_LIMITS: dict[str, Any] = {"limit": 7.0, "lower": -7.0}
+_GPT_OSS = _clamped(
+    lambda gate, up, alpha, up_offset: (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+)
+_DEEPSEEK_V4 = _clamped(lambda gate, up: F.silu(gate) * up)
 CLAMPED_SWIGLU = [
-    (Pattern(gpt_oss, **_HALVES, **_LIMITS, alpha=1.702, up_offset=1.0), _clamped_swiglu),
-    (Pattern(deepseek_v4, **_HALVES, **_LIMITS), _clamped_swiglu),
+    (_halves(_GPT_OSS, **_LIMITS, alpha=1.702, up_offset=1.0), _clamped_swiglu),
+    (_halves(_DEEPSEEK_V4, **_LIMITS), _clamped_swiglu),
 ]
-UNLIMITED = [(Pattern(quick_gelu, **_HALVES, alpha=1.702), _clamped_swiglu)]
-GEGLU: list[Any] = [
-    (Pattern(gemma, **_HALVES, approximate="tanh"), _geglu),
-    (Pattern(new_gelu, **_HALVES), _geglu),
-]
-RELU_SQUARED = [(Pattern(nemotron, x=(2, 3, 8)), _relu_squared)]
+_QUICK_GELU = _halves(lambda gate, up, alpha: gate * torch.sigmoid(gate * alpha) * up, alpha=1.702)
+UNLIMITED = [(_QUICK_GELU, _clamped_swiglu)]
+_GEMMA = _halves(
+    lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up, approximate="tanh"
+)
+GEGLU: list[Any] = [(_GEMMA, _geglu), (_halves(new_gelu), _geglu)]
+RELU_SQUARED = [(Pattern(lambda x: torch.square(F.relu(x)), x=(2, 3, 8)), _relu_squared)]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..engine.canonical import value
 from ..engine.graph_state import GraphState
-from ..engine.rewrite import ORIGIN, Refused, put_loss, replace
+from ..engine.rewrite import ORIGIN, Refused, derive, emit, replace
 from .insert_token_op import parts_of
 from .loss_chain import check_kinds, positions, rows
 from .loss_head import bias_of, check_users, head_of
@@ -111,9 +112,21 @@ def _put(
             rows(x, chain, at), *before, loss.target, *after,
             loss.class_weight, None, None, *options, 0.0, chain.softcap, chain.scale,
         )  # fmt: skip
-        return put_loss(at, getattr(torch.ops.liger, op).default, args, matched, state)
+        return _put_loss(at, getattr(torch.ops.liger, op).default, args, matched, state)
     x = positions(x, chain, at)
     new, results = parts_of(op, loss, x, before, after, at, state)
     new.meta.update({key: loss.node.meta[key] for key in ORIGIN if key in loss.node.meta})
     replace([(end.node, one) for end, one in zip(loss.ends, results, strict=True)], matched, state)
     return new
+
+
+def _put_loss(
+    at: fx.Node, target: Any, args: tuple[Any, ...], matched: Collection[fx.Node], state: GraphState
+) -> fx.Node:
+    """Replace a loss by the op, whose float32 result is cast to the old loss's dtype."""
+    with state.modes_of(at):
+        new = op = emit(at, target, args)
+    if value(op).dtype != value(at).dtype:
+        new = derive(at, torch.Tensor.to, op, value(at).dtype)
+    replace([(at, new)], matched, state)
+    return op

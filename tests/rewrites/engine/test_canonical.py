@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from liger_ops.rewrites.engine.canonical import IDENTITY, canonical, operation
@@ -98,3 +99,19 @@ def test_a_graph_that_a_rewrite_changed_is_read_again() -> None:
         if match.root is total:
             silu.args = (x, x)
     assert found == ["add"]
+
+
+def test_a_declared_spelling():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.randn(2, 3)
+
+    def form(function, *args, **kwargs):
+        return canonical(graph.call_function(function, (x, *args), kwargs))
+
+    assert form(torch.sum, 1, keepdim=True) == ("sum", (x, (-1,), True, None), ())
+    assert form(torch.softmax, dim=0, dtype=torch.float64) == ("softmax", (x, -2), ())
+    assert form(F.nll_loss, x)[1] == (x, x, None, -100, "mean")
+    for option in ({"size_average": False}, {"reduce": True}, {"unknown": 1}):
+        assert form(F.nll_loss, x, **option) is None
+    assert form(torch.gather, index=x) is None and form(torch.gather, 1, x, 2, 3) is None

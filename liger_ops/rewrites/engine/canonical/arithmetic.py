@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from typing import Any
@@ -11,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .call import IDENTITY, Call, calls, dimensions, is_float32, operation, same, spelled, value
+from .call import (
+    IDENTITY,
+    Call,
+    calls,
+    declared,
+    dimensions,
+    is_float32,
+    operation,
+    same,
+    spelled,
+    value,
+)
 
 
 @spelled(operator.add, torch.add, "add", "__add__", "__radd__")
@@ -94,16 +104,12 @@ def _pow(input: Any, exponent: Any) -> Call:
     return Call("pow", (input, exponent))
 
 
-def _of_one(op: str, input: Any) -> Call:
-    return Call(op, (input,))
-
-
 for _name, _more in {
     "neg": (operator.neg, torch.negative, "negative", "__neg__"),
     "sqrt": (math.sqrt,), "tanh": (F.tanh,), "sigmoid": (F.sigmoid,),
     "square": (), "rsqrt": (), "exp": (), "cos": (), "sin": (),
 }.items():  # fmt: skip
-    spelled(getattr(torch, _name), _name, *_more)(functools.partial(_of_one, _name))
+    declared(_name, "input", getattr(torch, _name), _name, *_more)
 
 
 @spelled(torch.clamp, torch.clip, "clamp", "clip")

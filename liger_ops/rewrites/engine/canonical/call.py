@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -175,6 +177,36 @@ def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:
     return decorate
 
 
+def declared(op: str, signature: str, *targets: Any) -> None:
+    """Register a spelling whose canonical form has the arguments of `signature`, in their order.
+
+    Its parts are a parameter and its default. What name? stands for changes no number and is left
+    out; name! has its default, or there is no canonical form; name+ is one dimension or several.
+    """
+    pattern = re.compile(r"(\w+)([?!+]?)(?:=(\S+))?")
+    found = [part.groups() for part in pattern.finditer(signature)]
+    names, kinds, _ = zip(*found, strict=True)
+    defaults = {name: ast.literal_eval(text) for name, _, text in found if text}
+
+    @spelled(*targets)
+    def spelling(*args: Any, **kwargs: Any) -> Call | None:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if given.keys() != set(names) or len(args) > len(names):
+            raise TypeError(f"{op} takes {signature}")
+        x, values = given[names[0]], []
+        for name, kind in zip(names, kinds, strict=True):
+            if kind == "!" and given[name] != defaults[name]:
+                return None
+            convert = dimensions if kind == "+" else _CONVERTED.get(name, _as_it_is)
+            if kind in ("", "+"):
+                values.append(convert(x, given[name]))
+        return Call(op, tuple(values))
+
+
+def _as_it_is(x: Any, argument: Any) -> Any:
+    return argument
+
+
 def dimension(x: Any, dim: Any) -> Any:
     """The dimension `dim` of x, counted from the end."""
     tensor = value(x)
@@ -191,6 +223,15 @@ def dimensions(x: Any, dim: Any) -> Any:
 
 def as_tuple(sizes: Any) -> Any:
     return tuple(sizes) if isinstance(sizes, (tuple, list)) else sizes
+
+
+# The canonical form of the arguments with a name, of a call on x.
+_CONVERTED: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("dim", "start_dim", "end_dim"), dimension),
+    "normalized_shape": lambda x, sizes: as_tuple(sizes),
+    "keepdim": lambda x, keepdim: bool(keepdim),
+    "dtype": lambda x, dtype: value(dtype),
+}
 
 
 def is_float32(x: Any) -> bool:

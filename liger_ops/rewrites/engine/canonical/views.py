@@ -14,6 +14,7 @@ from .call import (
     Call,
     as_tuple,
     calls,
+    declared,
     dimension,
     dimensions,
     is_real,
@@ -23,30 +24,20 @@ from .call import (
     value,
 )
 
-
-@spelled(torch.clone, "clone")
-def _clone(input: Any, *, memory_format: Any = None) -> Call:
-    # A copy differs from its source only after one is written in place, which rewrites check.
-    return Call("contiguous", (input,))
-
-
-spelled("contiguous")(lambda input: Call("contiguous", (input,)))
-spelled(torch.view_as_complex)(lambda input: Call("view_as_complex", (input,)))
-spelled(torch.view_as_real)(lambda input: Call("view_as_real", (input,)))
+# A copy differs from its source only after one is written in place, which rewrites check.
+declared("contiguous", "input memory_format?=None", torch.clone, "clone")
+declared("contiguous", "input", "contiguous")
+declared("view_as_complex", "input", torch.view_as_complex)
+declared("view_as_real", "input", torch.view_as_real)
+declared(
+    "repeat_interleave", "input repeats dim=None", torch.repeat_interleave, "repeat_interleave"
+)
+declared("unbind", "input dim=0", torch.unbind, "unbind")
+declared("chunk", "input chunks dim=0", torch.chunk, "chunk")
+declared("split", "input split_size dim=0", torch.split, "split")
+declared("flatten", "input start_dim=0 end_dim=-1", torch.flatten, "flatten")
 spelled("repeat")(
     lambda input, *sizes: Call("repeat", (input, as_tuple(sizes[0]) if len(sizes) == 1 else sizes))
-)
-spelled(torch.repeat_interleave, "repeat_interleave")(
-    lambda input, repeats, dim=None: Call(
-        "repeat_interleave", (input, repeats, dimension(input, dim))
-    )
-)
-spelled(torch.unbind, "unbind")(lambda input, dim=0: Call("unbind", (input, dimension(input, dim))))
-spelled(torch.chunk, "chunk")(
-    lambda input, chunks, dim=0: Call("chunk", (input, chunks, dimension(input, dim)))
-)
-spelled(torch.split, "split")(
-    lambda input, split_size, dim=0: Call("split", (input, split_size, dimension(input, dim)))
 )
 
 
@@ -68,11 +59,6 @@ def _unflatten(input: Any, dim: Any, sizes: Any) -> Call | None:
     shape = list(tensor.shape)
     shape[dim : dim + 1 or None] = sizes
     return Call("view", (input, tuple(shape)))
-
-
-@spelled(torch.flatten, "flatten")
-def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Call:
-    return Call("flatten", (input, dimension(input, start_dim), dimension(input, end_dim)))
 
 
 @spelled(torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes", "swapdims")

@@ -21,6 +21,7 @@ from ...engine.pattern import Pattern, last_operation
 from ...engine.report import Report
 from ...engine.rewrite import (
     Refused,
+    View,
     derive,
     emit,
     foreign,
@@ -30,9 +31,9 @@ from ...engine.rewrite import (
     replace,
     reported,
     runs_outside,
+    viewed,
 )
 from .. import layer_norm, rms_norm
-from .rope_tables import View, viewed
 
 OP = "rms_norm_rope"
 

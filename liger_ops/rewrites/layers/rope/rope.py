@@ -15,9 +15,9 @@ from torch import fx
 from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
-from ...engine.rewrite import Refused, Search, attempt, derive, emit, items
+from ...engine.rewrite import Refused, Search, attempt, derive, emit, items, viewed
 from .rope_spellings import SPELLINGS, VIEWS
-from .rope_tables import Placement, expanded, placement, viewed
+from .rope_tables import Placement, expanded, placement
 from .rotation import Form
 from .same_tables import alike, repeated, sources
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,7 @@ from torch import fx
 
 from ...engine.canonical import IDENTITY, calls, canonical, same, value
 from ...engine.pattern import skip
-from ...engine.rewrite import Refused, derive
-
-# A view and its arguments after the tensor.
-View = tuple[Any, ...]
-
-
-def viewed(at: fx.Node, x: fx.Node, views: Iterable[View]) -> fx.Node:
-    """These views of x, inserted before `at`."""
-    for view, *arguments in views:
-        x = derive(at, view, x, *arguments)
-    return x
+from ...engine.rewrite import Refused, View, derive
 
 
 @dataclass(frozen=True)
