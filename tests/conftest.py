@@ -116,6 +116,17 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def without_tf32() -> Iterator[None]:
+    """On a GPU, let convolutions of float32 have float32's precision."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
 @pytest.fixture
 def empty_caches() -> None:
     """Reset Dynamo, so that nothing is compiled yet."""

@@ -13,31 +13,17 @@ from liger_ops.bench import records, show
 from liger_ops.bench.judge import Points
 
 FIELDS = [
-    "kernel_name",
-    "kernel_provider",
-    "metric_name",
-    "metric_unit",
-    "gpu_name",
-    "x_name",
-    "x_label",
-    "x_values",
-    "y_values_50",
-    "y_values_20",
-    "y_values_80",
-    "kernel_operation_mode",
-    "extra_benchmark_config_str",
-    "timestamp",
-    "version",
-]
+    "kernel_name", "kernel_provider", "metric_name", "metric_unit", "gpu_name", "x_name", "x_label",
+    "x_values", "y_values_50", "y_values_20", "y_values_80", "kernel_operation_mode",
+    "extra_benchmark_config_str", "timestamp", "version",
+]  # fmt: skip
 
 
 def test_records_have_the_fields_of_the_field() -> None:
     points = [
-        point("liger_ops", 0.5, shape="32768x4096"),
-        point("liger_ops", 0.25, shape="32768x1024"),
-        point("quack", None, note="ImportError: no"),
-        point("liger_ops", math.nan, metric="error"),
-    ]
+        point("liger_ops", 0.5, shape="32768x4096"), point("liger_ops", 0.25, shape="32768x1024"),
+        point("quack", None, note="ImportError: no"), point("liger_ops", math.nan, metric="error"),
+    ]  # fmt: skip
     found = records.as_records(points, *SHARED.values())
     assert all(list(record) == FIELDS for record in found)
     speed, failed, error = found

@@ -66,12 +66,8 @@ def test_a_run_measures_everything() -> None:
     run, _ = run_of(norm(small=(6, 32)), head)
     done = list(run.steps())
     assert [w.entry.op if w else None for w in done] == [
-        None,
-        "rms_norm",
-        "linear_cross_entropy",
-        None,
-        "rms_norm",
-    ]
+        None, "rms_norm", "linear_cross_entropy", None, "rms_norm",
+    ]  # fmt: skip
     three = ("liger_ops", "eager", "aten")
     everything = {(name, mode) for name in three for mode in ("forward", "backward", "full")}
     matrix = {("liger_ops", "full"), ("eager", "full")}

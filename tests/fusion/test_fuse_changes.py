@@ -23,6 +23,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 import adaptive_norms as adaptive
 import rotating_modules as rotating
+from causal_models import batch
 from fused_families import Family, output
 from fused_models import FAMILY, LLAMA, fused_modules, results
 from gated_modules import HIDDEN, WIDTH, Limited
@@ -72,24 +73,26 @@ def test_training_mode_is_kept() -> None:
 def test_only_the_given_model_changes() -> None:
     one, two = LLAMA.model(), LLAMA.model()
     x = LLAMA.inputs(torch.float32)
-    before = output(two, x)
+    before, loss_function = output(two, x), two.loss_function
     classes = {name: type(module) for name, module in two.named_modules()}
     forward = transformers.models.llama.modeling_llama.LlamaRMSNorm.forward
     assert fuse(one)
     assert {name: type(module) for name, module in two.named_modules()} == classes
     assert transformers.models.llama.modeling_llama.LlamaRMSNorm.forward is forward
-    assert torch.equal(output(two, x), before)
+    assert two.loss_function is loss_function and torch.equal(output(two, x), before)
+    assert (one(**batch()).logits is None) and two(**batch()).logits is not None
     assert not fused_modules(LLAMA.model())
 
 
 def test_second_call_replaces_nothing() -> None:
     model = LLAMA.model()
     assert len(fuse(model)) == 10
-    modules = dict(model.named_modules())
+    cls, modules = type(model), dict(model.named_modules())
     report = fuse(model, attention=False)
     assert not report
     assert report == FuseReport()
     assert all(module is modules[name] for name, module in model.named_modules())
+    assert type(model) is cls
 
 
 def test_random_state_and_global_modes_are_kept() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
+from causal_models import assert_trains_alike, batch
 from fused_families import Family, output
 from fused_models import GPT_OSS, LLAMA, fused_modules
 from liger_ops.fusion import fuse, unfuse
@@ -17,13 +17,14 @@ from liger_ops.fusion.probing import undisturbed
 
 
 def test_deepcopy_and_pickle() -> None:
-    model = LLAMA.model()
+    model, untouched = LLAMA.model(), LLAMA.model()
     count = len(fuse(model))
     x = LLAMA.inputs(torch.float32)
     expected = output(model, x)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert len(fused_modules(copied)) == count
         assert torch.equal(output(copied, x), expected)
+        assert_trains_alike(copied, untouched, **batch())
         ours = {id(parameter) for parameter in model.parameters()}
         assert ours.isdisjoint(id(parameter) for parameter in copied.parameters())
         with torch.no_grad():
@@ -32,7 +33,7 @@ def test_deepcopy_and_pickle() -> None:
         changed = output(copied, x)
         assert unfuse(copied) == count
         torch.testing.assert_close(output(copied, x), changed)
-        assert not fused_modules(copied)
+        assert not fused_modules(copied) and copied(**batch()).logits is not None
     assert torch.equal(output(model, x), expected)
 
 
@@ -68,29 +69,19 @@ def test_load_after_fuse(assign: bool) -> None:
 
 
 def test_model_made_on_meta() -> None:
+    untouched = LLAMA.model()
     with torch.device("meta"):
         model = LLAMA.build()
         assert len(fuse(model)) == 10
         with undisturbed():
             assert not torch.empty(0).is_meta
     assert all(parameter.is_meta for parameter in model.parameters())
-    model.load_state_dict(LLAMA.model().state_dict(), assign=True)
+    model.load_state_dict(untouched.state_dict(), assign=True)
     assert not any(parameter.is_meta for parameter in model.parameters())
+    model.model.rotary_emb.__init__(model.config)
+    assert_trains_alike(model.train(), untouched, **batch())
     unfuse(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
-
-
-def test_save_pretrained(tmp_path: Path) -> None:
-    model = LLAMA.model()
-    fuse(model)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager"
-    )
-    assert not fused_modules(loaded)
-    state = model.state_dict()
-    assert loaded.state_dict().keys() == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize("family", [LLAMA, GPT_OSS], ids=lambda family: family.name)

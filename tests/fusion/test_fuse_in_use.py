@@ -8,7 +8,8 @@ from torch import nn
 
 import liger_ops.lowering.npu  # noqa: F401
 import simulated_npu
-from fused_families import Family, output
+from causal_models import assert_same_gradients, batch, gradients
+from fused_families import Family
 from fused_models import GEMMA3, GPT_OSS, LLAMA, QWEN3_MOE, results
 from graphs import Recorder, liger_ops_of
 from liger_ops.fusion import fuse
@@ -95,19 +96,24 @@ def test_experts_implementations(family: Family, implementation: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_npu, "active", True)
-    model = LLAMA.model()
+    untouched, model = LLAMA.model(), LLAMA.model()
+    expected = untouched(**batch(), num_items_in_batch=11)
+    expected_gradients = gradients(untouched, expected.loss)
     fuse(model)
-    x = LLAMA.inputs(torch.float32)
-    expected = output(model, x)
     simulated_npu.forget()
-    y = output(model.to("npu"), simulated_npu.to_npu(x))
+    inputs = {name: simulated_npu.to_npu(value) for name, value in batch().items()}
+    found = model.to("npu")(**inputs, num_items_in_batch=11)
+    assert found.logits is None
+    actual = gradients(model, found.loss)
     modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
     simulated_npu.forget()
-    files = ("norms.rms_norm", "activations.gated", "rope.rope")
+    files = ("norms.rms_norm", "activations.gated", "rope.rope", "losses.cross_entropy")
     assert modules == {f"liger_ops.lowering.npu.{file}" for file in files}
-    torch.testing.assert_close(simulated_npu.to_cpu(y), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(simulated_npu.to_cpu(found.loss), expected.loss)
+    on_cpu = {name: simulated_npu.to_cpu(grad) for name, grad in actual.items()}
+    assert_same_gradients(on_cpu, expected_gradients, bound=1e-4)
 
 
 def test_fast_path_of_torch_transformer() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,7 @@ from liger_ops import fuse, unfuse
 
 STEPS = 2
 PARTS = {"rms_norm": 5, "swiglu": 2, "rope": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("mesh")
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -126,11 +126,9 @@ def test_an_error_changes_nothing(monkeypatch: pytest.MonkeyPatch, count: int) -
 
 
 OPS_OF = {
-    "norms": {"rms_norm"},
-    "activations": {"swiglu", "moe_experts"},
-    "rope": {"rope"},
+    "norms": {"rms_norm"}, "activations": {"swiglu", "moe_experts"}, "rope": {"rope"},
     "loss": {"linear_cross_entropy", "router_losses"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPS_OF)

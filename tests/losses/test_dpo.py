@@ -11,17 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_ops.losses import dpo_loss, sequence_log_prob
-from loss_batches import LossBatch, full_batch, loss_batches
+from loss_batches import SMOOTHING, LossBatch, full_batch, loss_batches, mean, sigma, smoothed
 
-BETA, SMOOTHING, TAU, SHIFT = 0.7, 0.2, 0.4, 0.3
-
-
-def sigma(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-def smoothed(z: float) -> float:
-    return -(1 - SMOOTHING) * math.log(sigma(z)) - SMOOTHING * math.log(sigma(-z))
+BETA, TAU, SHIFT = 0.7, 0.4, 0.3
 
 
 def exo(z: float) -> float:
@@ -74,10 +66,6 @@ def options_of(loss_type: str) -> dict[str, Any]:
         "label_smoothing": SMOOTHING if smoothing else 0.0,
         "reward_shift": SHIFT if loss_type == "bco_pair" else None,
     }
-
-
-def mean(x: list[float]) -> float:
-    return sum(x) / max(len(x), 1)
 
 
 def expected(loss_type: str, batch: LossBatch, policy: Any, ref: Any) -> float:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_ops.losses import kto_kl, kto_loss
-from loss_batches import full_batch, loss_batches
+from loss_batches import full_batch, loss_batches, sigma
 
 BETA, GOOD, BAD = 0.7, 1.3, 0.8
-
-
-def sigma(x):
-    return 1 / (1 + math.exp(-x))
 
 
 def value(loss_type, is_good, r, z0):

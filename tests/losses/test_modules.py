@@ -13,11 +13,9 @@ from liger_ops import losses
 D, V, T = 6, 11, 5
 SOFTCAP, TEMPERATURE = 4.0, 0.8
 PAIRS = {
-    "LinearDPOLoss": losses.dpo_loss,
-    "LinearORPOLoss": losses.orpo_loss,
-    "LinearCPOLoss": losses.cpo_loss,
-    "LinearSimPOLoss": losses.simpo_loss,
-}
+    "LinearDPOLoss": losses.dpo_loss, "LinearORPOLoss": losses.orpo_loss,
+    "LinearCPOLoss": losses.cpo_loss, "LinearSimPOLoss": losses.simpo_loss,
+}  # fmt: skip
 
 
 class Batch:

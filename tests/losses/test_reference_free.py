@@ -9,21 +9,9 @@ import torch
 from hypothesis import given, settings
 
 from liger_ops.losses import cpo_loss, orpo_loss, simpo_loss
-from loss_batches import full_batch, loss_batches
+from loss_batches import SMOOTHING, full_batch, loss_batches, mean, sigma, smoothed
 
-BETA, GAMMA, SMOOTHING, ALPHA = 0.7, 0.4, 0.2, 0.6
-
-
-def sigma(x):
-    return 1 / (1 + math.exp(-x))
-
-
-def smoothed(z):
-    return -(1 - SMOOTHING) * math.log(sigma(z)) - SMOOTHING * math.log(sigma(-z))
-
-
-def mean(x):
-    return sum(x) / max(len(x), 1)
+BETA, GAMMA, ALPHA = 0.7, 0.4, 0.6
 
 
 def odds(row):

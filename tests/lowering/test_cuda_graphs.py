@@ -65,14 +65,9 @@ def test_a_graph_captures_the_op_and_its_gradient(op: OpUnderTest) -> None:
 def test_reduce_overhead_captures_a_fused_model() -> None:
     """CUDA graphs cover the whole model, and the loss equals the untouched model's."""
     config = transformers.LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
     tokens = torch.randint(1024, (4, 128), device=DEVICE)

@@ -88,17 +88,12 @@ def test_short_rows_go_several_to_a_tile() -> None:
 # Entry of COSTS, with how many weights and sums of their gradients -> the widest row of bfloat16
 # that is read once. Rows of float32 are half as wide.
 READ_ONCE = {
-    ("rms_norm", 1, 0): 16384,
-    ("rms_norm_none", 1, 0): 16384,
-    ("fused_add_rms_norm", 1, 0): 16384,
-    ("layer_norm", 2, 0): 16384,
-    ("rms_norm_backward", 1, 1): 8192,
-    ("add_rms_norm_backward", 1, 1): 8192,
-    ("add_rms_norm_backward_dx", 1, 0): 8192,
-    ("layer_norm_backward", 1, 2): 8192,
-    ("softmax", 0, 0): 32768,
+    ("rms_norm", 1, 0): 16384, ("rms_norm_none", 1, 0): 16384, ("fused_add_rms_norm", 1, 0): 16384,
+    ("layer_norm", 2, 0): 16384, ("rms_norm_backward", 1, 1): 8192,
+    ("add_rms_norm_backward", 1, 1): 8192, ("add_rms_norm_backward_dx", 1, 0): 8192,
+    ("layer_norm_backward", 1, 2): 8192, ("softmax", 0, 0): 32768,
     ("softmax_backward", 0, 0): 16384,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "weights", "sums"), READ_ONCE)

@@ -10,10 +10,9 @@ import liger_ops
 import op_checks
 from liger_ops import library
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["embedding"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 @pytest.mark.device_kernels
@@ -58,7 +57,7 @@ def test_indices_outside_of_the_table_have_no_gradient(folder: str) -> None:
     assert dweight.sum() == dweight[1].sum() == 3
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's assertion ends the process")
 def test_an_index_outside_of_the_table_is_refused(folder: str) -> None:
     weight = torch.ones(3, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,17 +37,9 @@ def kernels(ops: list[OpUnderTest]) -> pytest.MarkDecorator:
 # The interpreter is NumPy, which warns of the infinities that some cases have on purpose.
 pytestmark = [
     pytest.mark.device_kernels,
+    pytest.mark.usefixtures("without_tf32"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_tf32() -> Iterator[None]:
-    """On a GPU, let convolutions of float32 have float32's precision."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 @kernels(DRAWN)

@@ -16,7 +16,7 @@ import op_checks
 import strategies
 from liger_ops import library
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["lora_linear_forward"]
 NAMES, SHAPES = ("x", "weight", "a", "b"), ((5, 8), (6, 8), (2, 8), (6, 2))
@@ -59,7 +59,7 @@ def in_float64(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @given(case=strategies.cases(OP))
 def test_kernels_match_float64(folder: str, case: Any) -> None:
     """Up to three products in a row are rounded to the dtype."""
@@ -80,7 +80,7 @@ def test_kernels_match_float64(folder: str, case: Any) -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize(("dtype", "lora_dtype"), DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("lora_scale", (0.5, 16.0))
 @pytest.mark.parametrize("gated", (False, True))

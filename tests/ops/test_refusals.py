@@ -14,9 +14,8 @@ import op_checks
 from liger_ops import library
 from liger_ops.accepted import FINITE_AT_LEAST_0, Accepted, one_of
 from op_table import OPS
-from op_under_test import OpUnderTest
+from op_under_test import INF, NAN, OpUnderTest
 
-NAN, INF = float("nan"), float("inf")
 WRONG: dict[str, tuple[Any, ...]] = {
     "a number of at least 0": (-1.0, NAN),
     "at least 1": (0, -1),

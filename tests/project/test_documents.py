@@ -39,12 +39,9 @@ def test_commands_name_files_that_are_there(document: Path) -> None:
 
 def test_make_lists_its_targets_in_columns() -> None:
     lines = subprocess.run(
-        ["make", "--no-print-directory", "help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True,
         check=True,
-    ).stdout.splitlines()
+    ).stdout.splitlines()  # fmt: skip
     described = re.findall(r"^([a-z-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     width = max(len(name) for name, _ in described)
     assert lines == [f"make {name:{width}}  {text}" for name, text in described]

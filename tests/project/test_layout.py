@@ -114,11 +114,9 @@ def synchronising_calls(file: Path, source: str) -> list[str]:
 
 def run(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-c", code, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -24,17 +24,9 @@ def point(
 ) -> Point:
     spread = None if value is None else Spread(value, 0.9 * value, 1.2 * value)
     return Point(
-        kernel=kernel,
-        provider=provider,
-        metric=metric,
-        unit=UNITS[metric],
-        mode=mode,
-        dims="M x N",
-        shape=shape,
-        value=spread,
-        dtype=dtype,
-        note=note,
-    )
+        kernel=kernel, provider=provider, metric=metric, unit=UNITS[metric], mode=mode,
+        dims="M x N", shape=shape, value=spread, dtype=dtype, note=note,
+    )  # fmt: skip
 
 
 def rates(copy: float = 4000.0, product: float = 700.0) -> list[Point]:

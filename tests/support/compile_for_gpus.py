@@ -43,12 +43,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
     torch.int64: "i64",
-}
+}  # fmt: skip
 
 # Flag that host code sets if the GPU supports a feature -> least compute capability.
 CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}

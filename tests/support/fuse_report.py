@@ -24,14 +24,10 @@ from liger_ops.fusion import FuseReport
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "fuse.md"
 
 KINDS = {
-    "norm": "norms",
-    "modulated norm": "modulated norms",
-    "gated activation": "gated activations",
-    "rotary embedding": "rotary embeddings",
-    "attention": "attention",
-    "loss": "loss",
+    "norm": "norms", "modulated norm": "modulated norms", "gated activation": "gated activations",
+    "rotary embedding": "rotary embeddings", "attention": "attention", "loss": "loss",
     "hyper connection": "hyper-connections",
-}
+}  # fmt: skip
 
 INTRODUCTION = """\
 # What `liger_ops.fuse` finds in models of transformers
@@ -105,15 +101,13 @@ def document() -> str:
     found = list(rows(model_types))
     lines = [
         INTRODUCTION.format(
-            version=transformers.__version__,
-            count=len(found),
-            types=len(model_types),
+            version=transformers.__version__, count=len(found), types=len(model_types),
             layers=every_model.LAYERS,
         ),
         f"| model type | class | {' | '.join(KINDS.values())} |",
         f"|{' --- |' * (len(KINDS) + 2)}",
         *map(str, found),
-    ]
+    ]  # fmt: skip
     for kind, title in KINDS.items():
         lines += [f"\n## Left: {title}\n", *reasons(found, kind)]
     return "\n".join(lines) + "\n"

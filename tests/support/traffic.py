@@ -31,17 +31,11 @@ from op_under_test import Case, OpUnderTest
 READ_ONCE = 4096
 # And, in bfloat16, by npu kernels that keep rows in their own dtype: op, backward -> elements.
 KEPT = {
-    ("rms_norm", False): 16384,
-    ("rms_norm", True): 8192,
-    ("fused_add_rms_norm", False): 16384,
-    ("fused_add_rms_norm", True): 8192,
-    ("layer_norm", False): 16384,
-    ("layer_norm", True): 8192,
-    ("softmax", False): 32768,
-    ("softmax", True): 16384,
-    ("log_softmax", False): 32768,
+    ("rms_norm", False): 16384, ("rms_norm", True): 8192, ("fused_add_rms_norm", False): 16384,
+    ("fused_add_rms_norm", True): 8192, ("layer_norm", False): 16384, ("layer_norm", True): 8192,
+    ("softmax", False): 32768, ("softmax", True): 16384, ("log_softmax", False): 32768,
     ("log_softmax", True): 16384,
-}
+}  # fmt: skip
 # Backward npu kernels that keep x of wider rows, and read dy twice.
 X_KEPT = {"rms_norm": 16384, "fused_add_rms_norm": 16384}
 EXCEPTIONS = {

@@ -265,11 +265,13 @@ class _Experts:
     def bias(self, dbias: Tensor, values: Tensor, weights: Tensor | None) -> None:
         """Fill dbias with each expert's sum of rows, or of rows of tokens, times their weights."""
         N = dbias.shape[1]
+        # 8 warps take 1.5 to 2.3 times as long: 153 instead of 102 us of GPT-OSS's gate_up_bias on
+        # an H200, 32768 rows of 32 experts.
         launch(
             _bias_kernel, (self.E, cdiv(N, 64)), values,
             values, weights, self.order, self.offsets, dbias,
             N, self.top_k,
-            BLOCK_M=128, BLOCK_N=64, num_warps=8,
+            BLOCK_M=128, BLOCK_N=64, num_warps=2,
         )  # fmt: skip
 
     def combine(self, values: Tensor, weights: Tensor | None, y: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,6 @@ def assert_trains_like(fused: nn.Module, original: nn.Module, inputs: dict[str, 
 def padded() -> dict[str, Tensor]:
     inputs = batch("left")
     return {**inputs, "labels": inputs["labels"].masked_fill(inputs[KEPT] == 0, -100)}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -122,18 +114,10 @@ def test_trainer(collator: str, tmp_path: Path) -> None:
 
 def losses(made: nn.Module, collator: Any, path: Path) -> list[float]:
     arguments = transformers.TrainingArguments(
-        output_dir=str(path),
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+        output_dir=str(path), use_cpu=True, max_steps=3, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, gradient_checkpointing=True, learning_rate=1e-2,
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
     trainer = transformers.Trainer(
         made, arguments, train_dataset=Documents(), data_collator=collator
     )

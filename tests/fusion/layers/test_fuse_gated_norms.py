@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mamba2Config, Qwen3NextConfig
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -16,25 +15,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from called_ops import Calls
 from liger_ops import fuse, unfuse
-
-
-class Gated(nn.Module):
-    """Qwen3-Next's norm, in parts that the others here change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(24))
-
-    def normalised(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate.float())
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = self.weight * self.normalised(x).to(x.dtype)
-        return (y * self.factor(gate)).to(x.dtype)
+from norm_modules import NEARLY_GATED, Gated
 
 
 class SigmoidGated(Gated):
@@ -88,45 +69,15 @@ def test_computes(module: nn.Module, options: dict[str, Any], dtype: torch.dtype
     assert type(model["norm"]) is type(module)
 
 
-class UnwidenedGate(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate)
-
-
-class OtherActivation(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.relu(gate.float())
-
-
-class TwiceGated(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate.float()) * torch.sigmoid(gate.float())
-
-
-class RoundedGate(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate.float()).to(gate.dtype)
-
-
 class OnlyX(Gated):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return self.weight * self.normalised(x).to(x.dtype)
 
 
-class StridedGroups(Zamba2RMSNormGated):
-    """A group is every third column."""
-
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        s = hidden_states.float() * F.silu(gate.float())
-        s = s.view(*s.shape[:-1], 8, 3)
-        s = s * torch.rsqrt(s.pow(2).mean(-2, keepdim=True) + self.variance_epsilon)
-        return self.weight * s.view(hidden_states.shape).to(hidden_states.dtype)
-
-
+# The last accepts inputs of two and three dimensions alone.
 NEAR_MISSES = [
-    *(UnwidenedGate(), OtherActivation(), TwiceGated(), RoundedGate(), OnlyX()),
-    StridedGroups(24, 8),
-    # It accepts inputs of two and three dimensions alone.
+    *(cls() for cls in NEARLY_GATED.values()),
+    OnlyX(),
     FalconH1RMSNormGated(24, n_groups=3),
 ]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import liger_ops.lowering.npu  # noqa: F401
-import simulated_npu
 from causal_models import (
     CAUSAL,
     assert_same_gradients,
@@ -22,7 +21,7 @@ from causal_models import (
 )
 from fused_families import VOCABULARY, Family, text
 from graphs import Recorder, liger_ops_of
-from liger_ops.fusion import fuse, loss, unfuse
+from liger_ops.fusion import fuse, loss
 
 OPTIONS = {
     "Gemma2": {"logit_scale": 1.0, "softcap": 2.0},
@@ -56,18 +55,6 @@ def test_evaluation_is_as_before(family: Family) -> None:
     model.eval(), fused.eval()
     assert_same_output(fused(**ids), model(**ids))
     assert_same_output(fused(**inputs), model(**inputs))
-
-
-@FAMILY
-def test_unfuse_restores_the_model(family: Family) -> None:
-    model = family.model()
-    cls, inputs = type(model), batch()
-    expected = model(**inputs)
-    loss.fuse(model)
-    assert type(model) is not cls
-    assert unfuse(model) == 1
-    assert type(model) is cls
-    assert_same_output(model(**inputs), expected)
 
 
 def test_compiles_whole() -> None:
@@ -109,25 +96,6 @@ def test_dynamo_sees_one_op() -> None:
     assert liger_ops_of(graphs) == {"linear_cross_entropy": 1}
     assert compiled(**batch(), skip_logits=False).logits is not None
     assert liger_ops_of(graphs[1:]) == {}
-
-
-def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated_npu, "active", True)
-    model, fused = pair(text("Llama", 3, num_hidden_layers=1))
-    expected = model(**batch(), num_items_in_batch=11)
-    expected_gradients = gradients(model, expected.loss)
-    simulated_npu.forget()
-    fused.to("npu")
-    inputs = {name: simulated_npu.to_npu(value) for name, value in batch().items()}
-    output = fused(**inputs, num_items_in_batch=11)
-    assert output.logits is None
-    actual = gradients(fused, output.loss)
-    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
-    simulated_npu.forget()
-    assert modules == {"liger_ops.lowering.npu.losses.cross_entropy"}
-    torch.testing.assert_close(simulated_npu.to_cpu(output.loss), expected.loss)
-    on_cpu = {name: simulated_npu.to_cpu(grad) for name, grad in actual.items()}
-    assert_same_gradients(on_cpu, expected_gradients, bound=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from causal_models import assert_same_gradients, batch, gradients
+from causal_models import assert_same_gradients, assert_trains_alike, batch, gradients
 from fused_families import text
 from liger_ops import explain
 from liger_ops.fusion import loss
@@ -20,38 +17,11 @@ from liger_ops.fusion import loss
 FAMILY = text("Llama", 3, num_hidden_layers=1)
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 def sharded(model: Any, mesh: Any, head: bool = False, **options: Any) -> Any:
     parts = [*model.model.layers, *([model.lm_head] if head else []), model]
     for part in parts:
         fully_shard(part, mesh=mesh, **options)
     return model
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_trains_as_before(mesh: Any, when: str) -> None:
-    model, fused = FAMILY.model(), FAMILY.model()
-    if when == "before":
-        loss.fuse(fused)
-    sharded(fused, mesh)
-    if when == "after":
-        report = loss.fuse(fused)
-        assert [entry.class_name for entry in report.fused] == ["LlamaForCausalLM"]
-        assert not report.left
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output = fused(**batch())
-    assert output.logits is None
-    expected = model(**batch())
-    torch.testing.assert_close(output.loss, expected.loss)
-    actual = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
-    assert_same_gradients(actual, gradients(model, expected.loss))
 
 
 def test_mixed_precision(mesh: Any) -> None:
@@ -63,34 +33,26 @@ def test_mixed_precision(mesh: Any) -> None:
     assert output.logits is None
     assert output.loss.dtype is expected.loss.dtype
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=1e-4)
-    grads = [gradients(fused, output.loss), gradients(model, expected.loss)]
-    actual, expected_grads = ({k: v.full_tensor() for k, v in grad.items()} for grad in grads)
-    assert_same_gradients(actual, expected_grads, bound=2e-2)
+    grads = gradients(fused, output.loss), gradients(model, expected.loss)
+    assert_same_gradients(*grads, bound=2e-2)
 
 
-@pytest.mark.parametrize("group", [["lm_head"], ["model.norm", "lm_head"]], ids=str)
+@pytest.mark.parametrize("group", [[], ["lm_head"], ["model.norm", "lm_head"]], ids=str)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_head_sharded_by_itself(mesh: Any, group: list[str], when: str) -> None:
-    """accelerate shards the head and the last norm as one group. FSDP2's hooks of the head gather
-    its weight and reduce its gradient, and run around the loss."""
+def test_trains_as_before(mesh: Any, group: list[str], when: str) -> None:
+    """The head is sharded with the model, or by itself, or with the last norm as by accelerate.
+    FSDP2's hooks of it gather its weight, reduce its gradient, and run around the loss."""
     model, fused = FAMILY.model(), FAMILY.model()
     if when == "before":
         loss.fuse(fused)
-    fully_shard(
-        [fused.get_submodule(name) for name in group], mesh=mesh, reshard_after_forward=True
-    )
+    if group:
+        parts = [fused.get_submodule(name) for name in group]
+        fully_shard(parts, mesh=mesh, reshard_after_forward=True)
     sharded(fused, mesh)
     if when == "after":
-        assert len(loss.fuse(fused)) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output = fused(**batch())
-    assert output.logits is None
-    expected = model(**batch())
-    torch.testing.assert_close(output.loss, expected.loss)
-    assert isinstance(fused.lm_head.weight, DTensor)
-    actual = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
-    assert_same_gradients(actual, gradients(model, expected.loss))
+        report = loss.fuse(fused)
+        assert [e.class_name for e in report.fused] == ["LlamaForCausalLM"] and not report.left
+    assert_trains_alike(fused, model, **batch())
     assert isinstance(fused.lm_head.weight, DTensor)
 
 
@@ -117,13 +79,7 @@ def test_adapted_head_sharded_by_itself(mesh: Any, adapters: dict[str, Any], whe
     sharded(fused, mesh)
     if when == "after":
         assert len(loss.fuse(fused)) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output, expected = fused(**batch()), model(**batch())
-    assert output.logits is None
-    torch.testing.assert_close(output.loss, expected.loss)
-    found = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
-    assert_same_gradients(found, gradients(model, expected.loss))
+    assert_trains_alike(fused, model, **batch())
     assert all(isinstance(parameter, DTensor) for parameter in fused.lm_head.parameters())
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from causal_models import assert_same_gradients, batch, gradients
+from causal_models import assert_trains_alike, batch
 from fused_families import text
 from liger_ops.fusion import loss, unfuse
 
@@ -37,22 +36,13 @@ def adapted_pair(when: str, **options: Any) -> tuple[Any, Any]:
     return model, fused
 
 
-def assert_fused(fused: Any, model: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output, expected = fused(**batch()), model(**batch())
-    assert output.logits is None
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
-    assert_same_gradients(gradients(fused, output.loss), gradients(model, expected.loss))
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_head_trained_whole(when: str) -> None:
     model, fused = adapted_pair(when, modules_to_save=["lm_head"])
     with torch.no_grad():
         for one in (model, fused):
             one.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
-    assert_fused(fused, model)
+    assert_trains_alike(fused, model, **batch())
     names = {name for name, grad in fused.named_parameters() if grad.grad is not None}
     assert any("lm_head.modules_to_save" in name for name in names)
     with model.disable_adapter(), fused.disable_adapter():
@@ -80,10 +70,10 @@ def test_adapted_head_and_merged_head() -> None:
     for one in (model, fused):
         torch.manual_seed(3)
         peft.inject_adapter_in_model(config, one)
-    assert_fused(fused, model)
+    assert_trains_alike(fused, model, **batch())
     for one in (model, fused):
         one.lm_head.merge()
-    assert_fused(fused, model)
+    assert_trains_alike(fused, model, **batch())
     for one in (model, fused):
         one.lm_head.unmerge()
         one.lm_head.enable_adapters(False)
@@ -101,4 +91,4 @@ def test_merged_and_unloaded() -> None:
         torch.manual_seed(3)
         for_both.append(peft.get_peft_model(one, peft.LoraConfig(**options)).merge_and_unload())
     # The adapted layers are still frozen.
-    assert_fused(*(one.requires_grad_() for one in reversed(for_both)))
+    assert_trains_alike(*(one.requires_grad_() for one in reversed(for_both)), **batch())

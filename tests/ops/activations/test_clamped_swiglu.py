@@ -11,9 +11,7 @@ import activation_checks
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
-
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+from op_under_test import DEVICE, EVERY_FOLDER
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

@@ -8,9 +8,7 @@ from transformers.activations import ACT2FN
 
 import liger_ops
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
-
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+from op_under_test import DEVICE, EVERY_FOLDER
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

@@ -17,10 +17,9 @@ import strategies
 from liger_ops import library
 from op_checks import as_tuple, run_kernel, widened
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER
 
 OP = OPS["tiled_mlp_forward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -8,10 +8,9 @@ import torch
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER
 
 OP = OPS["attn_res"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 @pytest.mark.device_kernels

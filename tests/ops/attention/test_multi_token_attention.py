@@ -22,22 +22,13 @@ from liger_ops.lowering.common.attention import multi_token_attention as host
 from multi_token_cases import INPUTS, convolution
 from op_checks import FLOAT32_ROUNDINGS
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS, drawn_for
+from op_under_test import DEVICE, EVERY_FOLDER, drawn_for
 from plans import plan
 
+pytestmark = pytest.mark.usefixtures("without_tf32")
 OP = OPS["multi_token_attention_forward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 FORMS = pytest.mark.parametrize("sparse", (False, True), ids=("softmax", "sparsemax"))
 FEWER = settings(max_examples=settings().max_examples // 2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_tf32() -> Iterator[None]:
-    """On a GPU, let convolutions of float32 have float32's precision."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def written(
@@ -272,7 +263,7 @@ def test_module_rejects() -> None:
     for arguments, error, message in (
         ((2.0, 4, 3), TypeError, "MultiTokenAttention: in_channels must be an int, got float"),
         ((2, 4, 0), ValueError, "MultiTokenAttention: kernel_size must be at least 1, got 0"),
-        ((3, 4, 3, 1, 0, 1, 2), ValueError, "groups must divide the 3"),
+        ((3, 4, 3, 1, 0, 1, 2), ValueError, "multi_token_attention: groups must divide the 3"),
         ((2, 4, [3, 5]), ValueError, "multi_token_attention: weight, stride, padding and dil"),
     ):
         with pytest.raises(error, match=f"^{message}"):

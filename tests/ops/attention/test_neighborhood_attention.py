@@ -20,10 +20,9 @@ import strategies
 from liger_ops import library
 from neighborhood_cases import INPUTS
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER, FOLDERS
 
 OP = OPS["neighborhood_attention_forward-line"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 def keys_of(i: int, length: int, size: int, dilation: int, causal: bool, border: str) -> set[int]:

@@ -15,7 +15,7 @@ import strategies
 from expert_cases import OPTIONS
 from liger_ops import library
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["moe_experts_forward"]
 ARGUMENTS = OP.tensor_arguments
@@ -83,7 +83,7 @@ def test_a_loop_over_tokens_has_the_same_values_and_gradients(case: Any) -> None
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @given(case=strategies.cases(OP))
 def test_the_order_is_stable_and_that_of_the_definition(folder: str, case: Any) -> None:
     args = OP.forward_args(case, OP.tensors(case))
@@ -94,7 +94,7 @@ def test_the_order_is_stable_and_that_of_the_definition(folder: str, case: Any) 
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("n", (255, 256, 257, 700))
 def test_the_order_of_several_chunks_and_many_experts(folder: str, n: int) -> None:
     index = torch.randint(-1, 301, (n, 1), generator=torch.Generator().manual_seed(n)).to(DEVICE)
@@ -174,7 +174,7 @@ def test_no_pre_activation_is_made_where_no_gradient_is_needed() -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 def test_a_dropped_token_does_not_hear_of_its_weight(folder: str) -> None:
     index, weights = torch.tensor([[0, 3]]), torch.tensor([[1.0, float("nan")]])
     x, gate_up, down = torch.ones(1, 4), torch.ones(3, 2, 4), torch.ones(3, 4, 1)

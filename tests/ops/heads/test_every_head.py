@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from graphs import Recorder, liger_ops_of
-from head_bounds import EVERY_IMPLEMENTATION, implementation_of
+from head_bounds import implementation_of
 from head_calls import Calls
 from liger_ops import library
 from linear_cross_entropy_cases import LORA
 from op_table import OPS
-from op_under_test import OpUnderTest
+from op_under_test import EVERY_IMPLEMENTATION, OpUnderTest
 
 HEADS = [op for op in OPS.values() if op.name.startswith("linear_")]
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from head_bounds import (
-    EVERY_FOLDER,
     assert_gradients_match,
     assert_no_further,
     gradient_bounds,
@@ -29,7 +28,7 @@ from liger_ops.ops.heads.linear_cross_entropy import upstream_of_tokens
 from linear_cross_entropy_cases import UPSTREAM, WITHOUT_LORA, HeadCase, options_of
 from op_checks import in_float64
 from op_table import OPS
-from op_under_test import DEVICE, Tensors, max_abs
+from op_under_test import DEVICE, EVERY_FOLDER, Tensors, max_abs
 
 OP = OPS["linear_cross_entropy_forward-mean"]
 EXAMPLES = tuple(

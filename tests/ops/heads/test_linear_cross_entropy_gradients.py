@@ -149,13 +149,9 @@ def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
 def test_every_result_has_its_gradient(which: int, reduction: str) -> None:
     """z_loss, lse and target_logit beside the loss, against autograd of the definition."""
     case = HeadCase(
-        reduction=reduction,
-        dtype=torch.float64,
-        lse_square_scale=0.1,
-        softcap=3.0,
-        token_weight=True,
-        class_weight=True,
-    )
+        reduction=reduction, dtype=torch.float64, lse_square_scale=0.1, softcap=3.0,
+        token_weight=True, class_weight=True,
+    )  # fmt: skip
     args, tensors = leaves(case)
     mask = WITHOUT_LORA if reduction == "mean" else NO_GRADIENTS
     ours = FORWARD.overload(*args, False, False, mask)

@@ -20,13 +20,9 @@ def test_module_gives_what_the_op_gives(dtype: torch.dtype) -> None:
     named = {"lse_square_scale": 0.1, "chunk_bytes": options[7]}
     plain = LinearCrossEntropyLoss(class_weight, **named)
     asked = LinearCrossEntropyLoss(
-        class_weight,
-        return_z_loss=True,
-        return_token_accuracy=True,
-        return_predicted_tokens=True,
-        return_entropy=True,
-        **named,
-    )
+        class_weight, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
+        return_entropy=True, **named,
+    )  # fmt: skip
     expected = FORWARD.definition(*args, True, True)
     gradients = torch.autograd.grad(call(args), tensors)
     loss = plain(x, weight, target, bias, token_weight)

@@ -14,8 +14,6 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from head_bounds import (
-    EVERY_FOLDER,
-    EVERY_IMPLEMENTATION,
     assert_gradients_match,
     assert_no_further,
     head_fields,
@@ -28,11 +26,10 @@ from liger_ops import library
 from linear_divergence_bounds import Bounds, logits_of, upstream
 from linear_divergence_cases import INPUTS, TwoHeadsCase
 from op_table import OPS
-from op_under_test import FOLDERS, Tensors, max_abs
+from op_under_test import EVERY_FOLDER, EVERY_IMPLEMENTATION, FOLDERS, INF, NAN, Tensors, max_abs
 
 OP = OPS["linear_divergence_forward-mean"]
 FORWARD, BACKWARD = (library.OPS[f"linear_divergence_{name}"] for name in ("forward", "backward"))
-NAN, INF = float("nan"), float("inf")
 # Every option of the kernels, whole rows and rows in tiles, in several chunks.
 FULL = TwoHeadsCase(
     shape=(7,), V=66, W=60, dtype=torch.float32, temperature=0.7, teacher_temperature=1.5,

@@ -16,7 +16,7 @@ from head_bounds import assert_no_further
 from liger_ops import library
 from linear_divergence_bounds import logits_of
 from linear_divergence_cases import OPS, TwoHeadsCase, tensors
-from op_under_test import FOLDERS, X_LAYOUTS, max_abs
+from op_under_test import EVERY_FOLDER, X_LAYOUTS, max_abs
 
 FORWARD = library.OPS["linear_divergence_forward"]
 
@@ -48,7 +48,7 @@ def cases(draw: st.DrawFn) -> TwoHeadsCase:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 2)
 @given(case=cases())
 def test_matches_truth_and_changes_nothing_else(folder: str, case: TwoHeadsCase) -> None:

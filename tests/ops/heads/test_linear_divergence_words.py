@@ -9,10 +9,9 @@ import liger_ops
 from head_calls import Calls
 from liger_ops import library
 from linear_divergence_cases import OPS, TwoHeadsCase, tensors
-from op_under_test import FOLDERS, max_abs
+from op_under_test import EVERY_FOLDER, max_abs
 
 BACKWARD = library.OPS["linear_divergence_backward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 @pytest.mark.device_kernels

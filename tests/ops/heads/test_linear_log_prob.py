@@ -28,11 +28,10 @@ from liger_ops import library
 from linear_log_prob_cases import LogProbHeadCase
 from log_prob_cases import ASKED, UPSTREAM
 from op_table import OPS
-from op_under_test import FOLDERS, Tensors
+from op_under_test import EVERY_FOLDER, Tensors
 
 OP = OPS["linear_log_prob_forward"]
 FORWARD, BACKWARD = (library.OPS[f"linear_log_prob_{name}"] for name in ("forward", "backward"))
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EXAMPLES = tuple(
     LogProbHeadCase(shape=(9,), dtype=dtype, temperature=0.7)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)

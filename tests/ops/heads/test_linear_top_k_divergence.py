@@ -28,15 +28,13 @@ from head_bounds import (
 from liger_ops import library
 from linear_top_k_divergence_cases import UPSTREAM, TopKCase
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS, Tensors
+from op_under_test import DEVICE, EVERY_FOLDER, EVERY_IMPLEMENTATION, INF, NAN, Tensors
 
 OP = OPS["linear_top_k_divergence_forward"]
 NAMES = ("forward", "backward")
 FORWARD, BACKWARD = (library.OPS[f"linear_top_k_divergence_{name}"] for name in NAMES)
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 ACCEPTED = {*itertools.product(KINDS, ("bucket", "zero", "drop"))} - {("reverse_kl", "zero")}
-NAN, INF = float("nan"), float("inf")
 
 
 @st.composite
@@ -193,7 +191,7 @@ def test_same_as_trl(beta: float, tail: str) -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@EVERY_IMPLEMENTATION
 def test_a_small_tail_is_not_a_difference_from_one(implementation: str) -> None:
     """A student that leaves 1e-9 to other words, which 1 - sum(q) would round to 0."""
     weight = torch.zeros(50, 2, device=DEVICE)
@@ -219,7 +217,7 @@ def test_a_confident_teacher_has_finite_divergences() -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@EVERY_IMPLEMENTATION
 @pytest.mark.parametrize("mask", ((True, True, True), (True, False, False)))
 def test_tokens_without_a_word(implementation: str, mask: tuple[bool, ...]) -> None:
     """Results and gradients are exactly 0, whatever the logits and the incoming gradients are."""
@@ -269,7 +267,7 @@ def test_words_out_of_range(folder: str) -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@EVERY_IMPLEMENTATION
 @pytest.mark.parametrize("mask", ((True, True, True), (True, False, False)))
 def test_the_backward_of_words_that_the_weight_lacks(
     implementation: str, mask: tuple[bool, ...]

@@ -16,10 +16,9 @@ from liger_ops import library
 from liger_ops.lowering.common.hyper_connections import mhc_products
 from mhc_cases import INPUTS, RESULTS
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER, FOLDERS
 
 OP = OPS["mhc_coeffs_forward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -49,7 +48,7 @@ def test_a_gradient_that_is_none_is_zero(folder: str, given: int) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("dtype", (BF16, FP32))
 def test_chunks_of_rows(folder: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows of x at a time."""

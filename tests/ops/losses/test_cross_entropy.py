@@ -16,12 +16,10 @@ from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import Tokens
 from liger_ops.rewrites.losses.losses import NO_CLASS
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER, NAN
 from plans import plan
 
 OP = OPS["cross_entropy_forward-mean"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-NAN = float("nan")
 
 
 @pytest.mark.device_kernels

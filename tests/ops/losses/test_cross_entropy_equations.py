@@ -28,11 +28,9 @@ def test_agrees_with_torch(
     ignore_index = -100 if ignored == "none" else 3
     weight = torch.rand(33, generator=generator).to(dtype) if has_weight else None
     kwargs: dict[str, Any] = {
-        "weight": weight,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
+        "weight": weight, "ignore_index": ignore_index, "reduction": reduction,
         "label_smoothing": label_smoothing,
-    }
+    }  # fmt: skip
     ours, theirs = (
         liger_ops.cross_entropy(x, target, **kwargs),
         F.cross_entropy(x, target, **kwargs),
@@ -76,15 +74,8 @@ def test_the_other_options_are_their_equations() -> None:
     nll = F.cross_entropy(y[kept], target[kept], weight, reduction="none")
     loss = (token_weight[kept] * nll).sum() / 4 + z_loss
     outputs = liger_ops.cross_entropy_forward(
-        x,
-        target,
-        weight,
-        token_weight,
-        items,
-        lse_square_scale=0.1,
-        softcap=3.0,
-        logit_scale=0.5,
-    )
+        x, target, weight, token_weight, items, lse_square_scale=0.1, softcap=3.0, logit_scale=0.5,
+    )  # fmt: skip
     torch.testing.assert_close(outputs[0], loss)
     torch.testing.assert_close(outputs[1], z_loss)
     torch.testing.assert_close(outputs[2], y.logsumexp(-1))

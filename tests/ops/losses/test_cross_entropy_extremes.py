@@ -12,11 +12,9 @@ from triton.runtime import interpreter
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
 
 OP = OPS["cross_entropy_forward-mean"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.device_kernels

@@ -13,12 +13,10 @@ import liger_ops
 import op_checks
 import strategies
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
 
 OP = OPS["divergence_forward-jsd"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_KIND = pytest.mark.parametrize("kind", ("jsd", "forward_kl", "reverse_kl", "tvd"))
-NAN, INF = float("nan"), float("inf")
 
 
 def written(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:

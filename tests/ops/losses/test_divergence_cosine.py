@@ -13,11 +13,9 @@ import op_checks
 from divergence_cases import COSINE
 from liger_ops import library
 from linear_divergence_cases import OPS, TwoHeadsCase, tensors
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER, EVERY_IMPLEMENTATION, INF, NAN
 
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_TILE = pytest.mark.parametrize("tile", (None, (1, 16), (2, 64)))
-NAN, INF = float("nan"), float("inf")
 
 
 def test_the_definition_is_torchs_cosine_similarity() -> None:
@@ -46,7 +44,7 @@ def test_the_definition_is_torchs_cosine_similarity() -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@EVERY_IMPLEMENTATION
 @EVERY_TILE
 def test_rows_of_zeros_and_of_what_is_not_finite(
     implementation: str, tile: tuple[int, int] | None
@@ -78,7 +76,7 @@ def test_rows_of_zeros_and_of_what_is_not_finite(
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@EVERY_IMPLEMENTATION
 @pytest.mark.parametrize(("V", "W"), ((11, 11), (11, 14), (14, 11)))
 @pytest.mark.parametrize("softcaps", ((None, None), (3.0, 2.0)))
 def test_of_two_heads(

@@ -9,7 +9,7 @@ import liger_ops
 import op_checks
 from liger_ops.ops.losses.divergence import DISTRIBUTION_KINDS, KINDS
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["divergence_forward-jsd"]
 # The last part is wider than a tile; in the second, both have no class of a probability above 0.
@@ -17,7 +17,7 @@ PARTS = ((0, 5), (5, 8), (8, 150))
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", (None, (1, 16)))
 def test_the_parts_add_up_to_the_whole(

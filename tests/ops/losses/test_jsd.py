@@ -7,11 +7,9 @@ import torch
 
 import distribution_checks as checks
 import liger_ops
-from distribution_checks import EVERY_FOLDER
 from op_table import OPS
-from op_under_test import DEVICE
+from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
 
-NAN, INF = float("nan"), float("inf")
 LOG_2 = 0.6931472
 OP = OPS["jsd"]
 

@@ -11,12 +11,10 @@ import distribution_checks as checks
 import liger_ops
 import op_checks
 import strategies
-from distribution_checks import EVERY_FOLDER
 from op_table import OPS
-from op_under_test import DEVICE
+from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
 
 OP = OPS["kl_div"]
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")

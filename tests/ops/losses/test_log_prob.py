@@ -15,11 +15,9 @@ import op_checks
 import strategies
 from graphs import Recorder, liger_ops_of
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
 
 OP = OPS["log_prob_forward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-NAN, INF = float("nan"), float("inf")
 
 
 def expected(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

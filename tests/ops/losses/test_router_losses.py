@@ -9,7 +9,7 @@ from torch import Tensor
 import liger_ops
 from graphs import Recorder, liger_ops_of
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
@@ -40,7 +40,7 @@ def test_it_is_the_function_of_transformers(dtype: torch.dtype, masked: bool, co
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 def test_the_first_of_equal_logits_are_selected(folder: str, dtype: torch.dtype) -> None:
     low = -float("inf")

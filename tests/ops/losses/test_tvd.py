@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import distribution_checks as checks
-from distribution_checks import EVERY_FOLDER
 from op_table import OPS
-from op_under_test import DEVICE
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["tvd"]
 

@@ -9,13 +9,13 @@ import liger_ops
 import op_checks
 from liger_ops.bench.workloads.norms import model_dyt
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["dyt"]
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 def test_tanh_and_its_slope_at_every_scale(folder: str) -> None:
     """The relative error is a few float32 roundings where tanh is linear, curved and flat; the
     slope has no cancellation where tanh is nearly 1."""
@@ -35,7 +35,7 @@ def test_tanh_and_its_slope_at_every_scale(folder: str) -> None:
 
 @pytest.mark.device_kernels
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_infinities(folder: str, dtype: torch.dtype) -> None:
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 0.0, 50.0]]).to(DEVICE, dtype)

@@ -13,10 +13,9 @@ import liger_ops
 import op_checks
 import strategies
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER
 
 OP, RMS_NORM = OPS["fused_add_rms_norm"], OPS["rms_norm"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 @pytest.mark.device_kernels

@@ -12,7 +12,7 @@ import liger_ops
 import modulated_blocks as blocks
 import op_checks
 from op_table import OPS
-from op_under_test import FOLDERS, SAME
+from op_under_test import EVERY_FOLDER, SAME
 
 OP = OPS["modulated_layer_norm-sample"]
 
@@ -66,7 +66,7 @@ def test_each_casting_mode_rounds_in_its_own_places() -> None:
     assert (modes[0] != modes[1]).float().mean() > 0.05
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("mode", ("torch", "float32"))
 @pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.device_kernels
@@ -109,7 +109,7 @@ def test_rows_of_a_flattened_batch() -> None:
     )
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 def test_no_rows(folder: str) -> None:
     """scale has elements where x has none: its gradient is 0."""
     x, scale = torch.empty(0, 5, 8), torch.ones(8)

@@ -10,7 +10,7 @@ import liger_ops
 import modulated_blocks as blocks
 import op_checks
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER
 
 OP = OPS["modulated_rms_norm-sample"]
 
@@ -29,7 +29,7 @@ def test_definition_is_the_blocks_code(dtype: torch.dtype, affine: bool) -> None
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 @pytest.mark.parametrize("mode", ("llama", "gemma", "float32"))
 def test_kernels_round_where_the_definition_does(folder: str, mode: str) -> None:
     case = OP.case(

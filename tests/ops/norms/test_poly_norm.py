@@ -10,7 +10,7 @@ import liger_ops
 import op_checks
 from liger_ops.bench.workloads.norms import motif_poly_norm
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["poly_norm"]
 
@@ -50,7 +50,7 @@ def test_module_is_the_authors(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
+@EVERY_FOLDER
 def test_half_precision_does_not_overflow(folder: str) -> None:
     """Elements from 41 on, whose cube float16 cannot hold."""
     x = torch.full((2, 16), 300.0, dtype=torch.float16, device=DEVICE)

@@ -13,10 +13,9 @@ from transformers.models.qwen3 import modeling_qwen3
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE
 
 OP = OPS["rms_norm_rope"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 def packed_heads(dtype: torch.dtype, heads: int, heads_of_k: int, D: int) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,10 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import EVERY_FOLDER
 from rope_cases import TABLE_FORMS
 
 OP = OPS["rope"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,14 +25,9 @@ def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "launch", lambda *args, **options: launched.append(args))
     for form in TABLE_FORMS.values():
         case = OP.case(
-            shape=(2, 4, 3, 128),
-            dtype=torch.bfloat16,
-            tables="batch",
-            rotary=128,
-            layout="model",
-            k_layout="model",
-            **form,
-        )
+            shape=(2, 4, 3, 128), dtype=torch.bfloat16, tables="batch", rotary=128, layout="model",
+            k_layout="model", **form,
+        )  # fmt: skip
         args = OP.forward_args(case, OP.tensors(case))
         OP.kernel("cuda")(*args)
         stored = {tensor.untyped_storage().data_ptr() for tensor in args[:4] if tensor is not None}

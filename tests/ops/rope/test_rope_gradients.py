@@ -15,12 +15,8 @@ OP = OPS["rope"]
 
 
 LEARNED = OP.case(
-    shape=(2, 3, 2, 6),
-    dtype=torch.float64,
-    k_heads=2,
-    rotary=4,
-    table_dtype=torch.float64,
-)
+    shape=(2, 3, 2, 6), dtype=torch.float64, k_heads=2, rotary=4, table_dtype=torch.float64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tables", ("none", "one", "batch"))

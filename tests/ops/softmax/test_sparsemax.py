@@ -11,10 +11,9 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
+from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["sparsemax_forward"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
 def assert_projects(x: Tensor, y: Tensor, dim: int, roundings: float) -> None:

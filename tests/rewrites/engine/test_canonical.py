@@ -16,14 +16,9 @@ from liger_ops.rewrites.engine.rewrite import Search
 ATEN = torch.ops.aten
 # The operators of the properties of Tensor that return a view, and of two methods.
 OPERATORS = {
-    "T": ATEN.numpy_T,
-    "mT": ATEN.mT,
-    "H": ATEN.matrix_H,
-    "mH": ATEN.mH,
-    "real": ATEN.real,
-    "t": ATEN.t,
-    "adjoint": ATEN.adjoint,
-}
+    "T": ATEN.numpy_T, "mT": ATEN.mT, "H": ATEN.matrix_H, "mH": ATEN.mH, "real": ATEN.real,
+    "t": ATEN.t, "adjoint": ATEN.adjoint,
+}  # fmt: skip
 SPELLINGS = {
     "Tensor": lambda graph, name, x: (
         graph.call_method(name, (x,))

@@ -117,70 +117,42 @@ def steps() -> st.SearchStrategy[Step]:
 def plain_steps() -> st.SearchStrategy[Step]:
     one_of = st.sampled_from
     norms = st.builds(
-        partial,
-        st.just(rms_norm),
-        i=INDEX,
-        cast=USUALLY,
-        square=one_of(["pow", "product", "operator"]),
-        root=one_of(["rsqrt", "sqrt", "power"]),
-        dim=one_of([-1] * 5 + [2, 1]),
-        order=one_of(["llama", "gemma", "olmo", "without"]),
-        eps=one_of([1e-6, 1e-5, 0.5]),
-        leak=RARELY,
-    )
+        partial, st.just(rms_norm), i=INDEX, cast=USUALLY,
+        square=one_of(["pow", "product", "operator"]), root=one_of(["rsqrt", "sqrt", "power"]),
+        dim=one_of([-1] * 5 + [2, 1]), order=one_of(["llama", "gemma", "olmo", "without"]),
+        eps=one_of([1e-6, 1e-5, 0.5]), leak=RARELY,
+    )  # fmt: skip
     kinds = ["rms", "layer", "layer without weight", "layer by hand", "group"]
     activations = ["silu", "silu", "sigmoid", "none", "tanh", "clamped", "relu"]
     adds = st.builds(
-        partial,
-        st.just(add),
-        i=INDEX,
-        j=INDEX,
+        partial, st.just(add), i=INDEX, j=INDEX,
         how=one_of(["operator", "operator", "scaled", "row", "alpha"]),
-    )
+    )  # fmt: skip
     return st.one_of(
         norms,
         adds,
         st.builds(partial, st.just(block), add=adds, norm=norms),
         st.builds(partial, st.just(torch_norm), i=INDEX, kind=one_of(kinds)),
         st.builds(
-            partial,
-            st.just(gate),
-            i=INDEX,
-            j=INDEX,
-            activation=one_of(activations),
-            packed=st.booleans(),
-            swapped=RARELY,
-            leak=RARELY,
+            partial, st.just(gate), i=INDEX, j=INDEX, activation=one_of(activations),
+            packed=st.booleans(), swapped=RARELY, leak=RARELY,
         ),
         st.builds(
-            partial,
-            st.just(rope),
-            i=INDEX,
-            j=INDEX,
-            turn=one_of(["halves", "halves", "interleaved", "back"]),
-            rotary=one_of([D, D, D // 2]),
+            partial, st.just(rope), i=INDEX, j=INDEX,
+            turn=one_of(["halves", "halves", "interleaved", "back"]), rotary=one_of([D, D, D // 2]),
             cast=RARELY,
         ),
         st.builds(partial, st.just(project), i=INDEX),
         st.builds(partial, st.just(reshape), i=INDEX, how=one_of(["view", "transpose", "slice"])),
         st.builds(
-            partial,
-            st.just(write),
-            i=INDEX,
-            j=INDEX,
+            partial, st.just(write), i=INDEX, j=INDEX,
             how=one_of(["mul", "copy", "item", "add", "view", "flat", "activation"]),
         ),
         st.builds(
-            partial,
-            st.just(loss),
-            i=INDEX,
-            cast=USUALLY,
-            scale=one_of(["", "divided", "capped"]),
-            shift=st.booleans(),
-            reduction=one_of(["mean", "sum"]),
-            leak=st.booleans(),
+            partial, st.just(loss), i=INDEX, cast=USUALLY, scale=one_of(["", "divided", "capped"]),
+            shift=st.booleans(), reduction=one_of(["mean", "sum"]), leak=st.booleans(),
         ),
-    )
+    )  # fmt: skip
 
 
 PRECISIONS = [
@@ -190,11 +162,9 @@ PRECISIONS = [
     Precision(torch.bfloat16, torch.float32, torch.float32, 8 * torch.finfo(torch.bfloat16).eps),
 ]
 PROGRAMS = st.builds(
-    Program,
-    steps=st.lists(steps(), min_size=4, max_size=12).map(tuple),
-    kept=st.lists(INDEX, max_size=2).map(tuple),
-    precision=st.sampled_from(PRECISIONS),
-)
+    Program, steps=st.lists(steps(), min_size=4, max_size=12).map(tuple),
+    kept=st.lists(INDEX, max_size=2).map(tuple), precision=st.sampled_from(PRECISIONS),
+)  # fmt: skip
 
 
 def results(

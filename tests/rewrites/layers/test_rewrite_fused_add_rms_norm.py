@@ -140,12 +140,9 @@ def test_near_misses_of_fused_add_rms_norm(function, reason):
 @pytest.mark.parametrize("shape", [(8,), (1, 3, 8), (2, 3, 1)])
 def test_fused_add_rms_norm_of_a_broadcast_residual(shape):
     refused(
-        norm_of_sum,
-        *(values(2, 3, 8), values(*shape), values(8)),
-        op="fused_add_rms_norm",
-        reason="broadcast",
-        counts={"rms_norm": 1},
-    )
+        norm_of_sum, *(values(2, 3, 8), values(*shape), values(8)), op="fused_add_rms_norm",
+        reason="broadcast", counts={"rms_norm": 1},
+    )  # fmt: skip
 
 
 def test_a_number_added_is_no_residual():

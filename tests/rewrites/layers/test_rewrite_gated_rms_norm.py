@@ -18,9 +18,9 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import liger_ops
+from norm_modules import EPS, NEARLY_GATED, Gated
 from rewriting import Rewriter, check, each_dtype, refused, values
 
-EPS = 1e-5
 OP = {"gated_rms_norm": 1}
 # The rewrites of the gate and of the norm, where they are not one op.
 PARTS = {"swiglu": 1, "rms_norm": 1}
@@ -136,114 +136,27 @@ def test_explained():
     assert explanation.counts() == OP
 
 
-class Gated(nn.Module):
-    """Qwen3-Next's norm, in parts that the others here change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(values(24, seed=2))
-
-    def normalised(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate.float())
-
-    def forward(self, x: Tensor, gate: Tensor) -> Any:
-        y = self.weight * self.normalised(x).to(x.dtype)
-        return (y * self.factor(gate)).to(x.dtype)
-
-
-class OtherActivation(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.gelu(gate.float())
-
-
-class GateWithoutCast(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate)
-
-
-class RoundedActivation(Gated):
-    def factor(self, gate: Tensor) -> Tensor:
-        return F.silu(gate.float()).to(gate.dtype)
-
-
-class EpsElsewhere(Gated):
-    def normalised(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + EPS)
-
-
-class EpsTwice(Gated):
-    def normalised(self, x: Tensor) -> Tensor:
-        return super().normalised(x) + EPS
-
-
-class NormAlsoReturned(Gated):
-    def forward(self, x: Tensor, gate: Tensor) -> Any:
-        y = self.weight * self.normalised(x).to(x.dtype)
-        return (y * self.factor(gate)).to(x.dtype), y
-
-
-class ActivationRoundsBefore(Gated):
-    """The gate comes before the norm, and the product with it is rounded."""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Any:
-        wide = (x.float() * self.factor(gate)).to(x.dtype)
-        return self.weight * self.normalised(wide).to(x.dtype)
-
-
-class OtherDimension(Gated):
-    """A group is every third column."""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Any:
-        s = (x.float() * self.factor(gate)).view(*x.shape[:-1], 8, 3)
-        s = s * torch.rsqrt(s.pow(2).mean(-2, keepdim=True) + EPS)
-        return self.weight * s.view(x.shape).to(x.dtype)
-
-
-class WeightOfPositions(Gated):
-    """A part of the weight for each position; there are as many positions as groups."""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Any:
-        s = self.normalised(x.float().view(2, 3, 3, 8))
-        y = self.weight.view(3, 1, 8) * s
-        return (y.view(2, 3, 24) * self.factor(gate)).to(x.dtype)
-
-
 # In each, what other rewrites find is still made: the norm or the gate by itself.
-NEAR_MISSES = [
-    (OtherActivation(), "", {"rms_norm": 1, "geglu": 1}),
-    (GateWithoutCast(), "its casts or sizes are not the op's", PARTS),
-    (RoundedActivation(), "its casts or sizes are not the op's", PARTS),
-    (EpsElsewhere(), "", {}),
-    (EpsTwice(), "", {"rms_norm": 1}),
-    (NormAlsoReturned(), "is used elsewhere", {"rms_norm": 1}),
-    (
-        ActivationRoundsBefore(),
-        "its casts or sizes are not the op's",
-        PARTS,
-    ),
-    (OtherDimension(), "mean has -2 where the op has -1", {"swiglu": 1}),
-    (
-        WeightOfPositions(),
-        "its weight has other groups than x",
-        PARTS,
-    ),
-]
+NEAR_MISSES: dict[str, tuple[str, dict[str, int]]] = {
+    "OtherActivation": ("", {"rms_norm": 1, "geglu": 1}),
+    "TwiceGated": ("", PARTS),
+    "GateWithoutCast": ("its casts or sizes are not the op's", PARTS),
+    "RoundedActivation": ("its casts or sizes are not the op's", PARTS),
+    "EpsElsewhere": ("", {}),
+    "EpsTwice": ("", {"rms_norm": 1}),
+    "NormAlsoReturned": ("is used elsewhere", {"rms_norm": 1}),
+    "ActivationRoundsBefore": ("its casts or sizes are not the op's", PARTS),
+    "OtherDimension": ("mean has -2 where the op has -1", {"swiglu": 1}),
+    "WeightOfPositions": ("its weight has other groups than x", PARTS),
+}
 
 
-@pytest.mark.parametrize(
-    ("module", "reason", "counts"),
-    NEAR_MISSES,
-    ids=[type(case[0]).__name__ for case in NEAR_MISSES],
-)
-def test_near_misses(module, reason, counts):
+@pytest.mark.parametrize("name", NEARLY_GATED)
+def test_near_misses(name):
     """In bfloat16, where the positions of rounding show."""
-    rows = inputs(torch.bfloat16, rows=(2, 3))
-    refused(module.bfloat16(), *rows, op="gated_rms_norm", reason=reason, counts=counts)
+    rows, (reason, counts) = inputs(torch.bfloat16, rows=(2, 3)), NEAR_MISSES[name]
+    module = NEARLY_GATED[name]().bfloat16()
+    refused(module, *rows, op="gated_rms_norm", reason=reason, counts=counts)
 
 
 def test_a_gate_of_one_row_is_broadcast():

@@ -40,12 +40,9 @@ def test_group_norm_module():
 
 def test_group_norm_of_any_size():
     check(
-        group_norm,
-        *(values(2, 8, 5), values(8)),
-        then=(values(3, 8, 7), values(8)),
-        counts={"group_norm": 1},
-        dynamic=True,
-    )
+        group_norm, *(values(2, 8, 5), values(8)), then=(values(3, 8, 7), values(8)),
+        counts={"group_norm": 1}, dynamic=True,
+    )  # fmt: skip
 
 
 def test_near_misses_of_group_norm():

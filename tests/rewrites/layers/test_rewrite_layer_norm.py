@@ -68,12 +68,9 @@ def test_layer_norm_module(bias):
 @pytest.mark.parametrize("function", [layer_norm_of_both, cohere])
 def test_layer_norm_of_any_number_of_rows(function):
     check(
-        function,
-        *(values(2, 3, 8), values(8)),
-        then=(values(4, 5, 8), values(8)),
-        counts={"layer_norm": 1},
-        dynamic=True,
-    )
+        function, *(values(2, 3, 8), values(8)), then=(values(4, 5, 8), values(8)),
+        counts={"layer_norm": 1}, dynamic=True,
+    )  # fmt: skip
 
 
 def centred_also_used(x: Tensor, weight: Tensor) -> Any:

@@ -165,12 +165,9 @@ def test_rms_norm_spelled_otherwise(function, dtype):
 @pytest.mark.parametrize("function", [llama, gemma, torch_function])
 def test_rms_norm_of_any_number_of_rows(function):
     check(
-        function,
-        *(values(2, 3, 8), values(8)),
-        then=(values(4, 5, 8), values(8)),
-        counts={"rms_norm": 1},
-        dynamic=True,
-    )
+        function, *(values(2, 3, 8), values(8)), then=(values(4, 5, 8), values(8)),
+        counts={"rms_norm": 1}, dynamic=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])

@@ -104,13 +104,9 @@ def shifted_and_smoothed(logits: Tensor, target: Tensor) -> Tensor:
 
 
 PER_TOKEN: dict[str, Loss] = {
-    "gather": by_gather,
-    "trl": by_shifted_gather,
-    "dpo": by_written_labels,
-    "rows": by_gather_of_rows,
-    "logsumexp": by_logsumexp,
-    "wide-logsumexp": by_wide_logsumexp,
-}
+    "gather": by_gather, "trl": by_shifted_gather, "dpo": by_written_labels,
+    "rows": by_gather_of_rows, "logsumexp": by_logsumexp, "wide-logsumexp": by_wide_logsumexp,
+}  # fmt: skip
 
 
 def by_parts(logits: Tensor, target: Tensor) -> Tensor:

@@ -149,15 +149,10 @@ class Absolute:
         dgate_up = torch.einsum("re,rf,rd->efd", experts, dh, self.x)
         ddown = torch.einsum("re,rd,ri->edi", experts, upstream, self.a)
         terms = (
-            dx.unflatten(0, self.inside.shape).sum(1),
-            dgate_up,
-            ddown,
-            (dy * self.result).sum(1),
-            experts.mT @ dh,
-            experts.mT @ upstream,
-            *self.of_lora("gate_up", dgate_up),
+            dx.unflatten(0, self.inside.shape).sum(1), dgate_up, ddown, (dy * self.result).sum(1),
+            experts.mT @ dh, experts.mT @ upstream, *self.of_lora("gate_up", dgate_up),
             *self.of_lora("down", ddown),
-        )
+        )  # fmt: skip
         return [self.magnitude(term) for term in terms]
 
     def of_lora(self, name: str, dweight: Tensor) -> tuple[Tensor, Tensor]:

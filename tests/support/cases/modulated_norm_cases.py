@@ -53,12 +53,9 @@ def gradient_magnitudes(name: str, case: Any, tensors: Tensors) -> list[float]:
         name.removeprefix("modulated_"), case, {**tensors, "weight": None}
     )
     return [
-        gradient,
-        of_sample * (1 + normalised),
-        of_sample,
-        terms * factor * (1 + xhat),
+        gradient, of_sample * (1 + normalised), of_sample, terms * factor * (1 + xhat),
         terms * factor,
-    ]
+    ]  # fmt: skip
 
 
 def forms(plain: Fields, options: tuple[Fields, ...], gradients: int, form: str) -> Forms:

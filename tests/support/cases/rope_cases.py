@@ -143,12 +143,8 @@ TABLE_FORMS: dict[str, Fields] = {
 def planned(sizes: dict[str, Fields], **common: Any) -> dict[str, Fields]:
     """Cases of models' sizes and layouts, by the host code's own plan."""
     heads = {
-        "dtype": BF16,
-        "k_heads": 2,
-        "table_dtype": SAME,
-        "layout": "model",
-        "k_layout": "model",
-    }
+        "dtype": BF16, "k_heads": 2, "table_dtype": SAME, "layout": "model", "k_layout": "model",
+    }  # fmt: skip
     return {name: {**heads, **common, **fields} for name, fields in sizes.items()}
 
 
@@ -201,12 +197,9 @@ def rope(
         sampled={**SAMPLED, **sampled},
         cases={} if form else PLANNED,
         forms=Forms(
-            shapes=heads(*models, sections=sections, **launched or {}),
-            options=options,
-            backward_options=backward,
-            optional_at=(0, 1, 4),
-            counted={0: {"shape": (1, 32, 64, 128)}, 1: {"shape": (1, 32, 64, 96)}},
-            executed=small,
+            shapes=heads(*models, sections=sections, **launched or {}), options=options,
+            backward_options=backward, optional_at=(0, 1, 4),
+            counted={0: {"shape": (1, 32, 64, 128)}, 1: {"shape": (1, 32, 64, 96)}}, executed=small,
             common=HEADS,
         ),
         compiled=[

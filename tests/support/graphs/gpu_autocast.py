@@ -39,10 +39,8 @@ def on_cpu() -> Iterator[None]:
             keep = ("scale", "shift") if name.startswith("modulated") else ()
             op = library.OPS[name]
             on_cpu = SimpleNamespace(
-                name=op.name,
-                overload=op.overload,
-                schema=op.schema,
+                name=op.name, overload=op.overload, schema=op.schema,
                 custom_op=SimpleNamespace(_lib=liger),
-            )
+            )  # fmt: skip
             autograd.under_autocast(on_cpu, "AutocastCPU", cast, keep)
         yield

@@ -13,17 +13,7 @@ from cross_entropy_cases import TARGETS, targets
 from launch_forms import FP32, Fields, loss_forms
 from liger_ops.lowering.common.losses.distribution_loss import FORMS
 from liger_ops.ops.losses.distribution_loss import Form
-from op_under_test import (
-    SAME,
-    X_LAYOUTS,
-    Magnitude,
-    OpUnderTest,
-    Tensors,
-    drawn_for,
-    laid_out,
-)
-
-INF = float("inf")
+from op_under_test import INF, SAME, X_LAYOUTS, Magnitude, OpUnderTest, Tensors, drawn_for, laid_out
 
 
 def kind(case: Any) -> str:

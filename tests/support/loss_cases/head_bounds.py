@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -15,10 +14,8 @@ from torch import Tensor
 
 import op_checks
 from liger_ops import library
-from op_under_test import DY_LAYOUTS, FOLDERS, X_LAYOUTS, OpUnderTest, Tensors, max_abs
+from op_under_test import DY_LAYOUTS, X_LAYOUTS, OpUnderTest, Tensors, max_abs
 
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-EVERY_IMPLEMENTATION = pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
 MOSTLY = st.sampled_from((True, True, True, False))
 
 

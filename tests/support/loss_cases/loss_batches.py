@@ -1,12 +1,27 @@
-"""Random batches for the losses of `liger_ops.losses`."""
+"""Random batches for the losses of `liger_ops.losses`, and parts of their formulas."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+SMOOTHING = 0.2
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def smoothed(z: float) -> float:
+    return -(1 - SMOOTHING) * math.log(sigma(z)) - SMOOTHING * math.log(sigma(-z))
+
+
+def mean(x: list[float]) -> float:
+    return sum(x) / max(len(x), 1)
 
 
 class LossBatch(NamedTuple):

@@ -22,18 +22,10 @@ TOKENS = (2, 16)
 WINDOW = 8
 
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
 HEAD = {"head_dim": 16}
 ALTERNATING = {
     "sliding_window": WINDOW,
@@ -134,61 +126,39 @@ def qwen2_vl() -> nn.Module:
     config = transformers.Qwen2VLConfig(
         text_config={**TEXT, "rope_parameters": rope},
         vision_config={
-            "depth": 1,
-            "embed_dim": 32,
-            "hidden_size": 64,
-            "num_heads": 2,
-            "mlp_ratio": 2,
+            "depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
             "patch_size": 4,
         },
         image_token_id=90,
         video_token_id=91,
         vision_start_token_id=92,
         vision_end_token_id=93,
-    )
+    )  # fmt: skip
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=64,
-        d_kv=16,
-        d_ff=96,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
+        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        dropout_rate=0.0, feed_forward_proj="gated-gelu", decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-        num_labels=5,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        image_size=16, patch_size=4, num_labels=5,
+    )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
 
 def places(**counts: int) -> dict[str, int]:
     """The places of most two-layer decoders, changed by `counts`."""
     usual = {
-        "rms_norm": 1,
-        "fused_add_rms_norm": 4,
-        "swiglu": 2,
-        "rope": 2,
-        "linear_cross_entropy": 1,
-        "causal_attention": 2,
-        "grouped_attention": 2,
-    }
+        "rms_norm": 1, "fused_add_rms_norm": 4, "swiglu": 2, "rope": 2, "linear_cross_entropy": 1,
+        "causal_attention": 2, "grouped_attention": 2,
+    }  # fmt: skip
     return {op: count for op, count in {**usual, **counts}.items() if count}
 
 
@@ -204,56 +174,35 @@ MASKED = "with a mask, scaled_dot_product_attention has no fast kernel that take
 ARCHITECTURES = [
     text("Llama", places(), **HEAD),
     text(
-        "Mistral",
-        places(causal_attention=0),
-        missed={"grouped_attention": Missed(0, MASKED)},
-        **HEAD,
-        sliding_window=WINDOW,
+        "Mistral", places(causal_attention=0), missed={"grouped_attention": Missed(0, MASKED)},
+        **HEAD, sliding_window=WINDOW,
     ),
     text("Qwen2", places()),
     text("Qwen3", places(**HEAD_NORMS), **HEAD),
     text(
-        "Qwen3Moe",
-        places(**HEAD_NORMS),
-        **HEAD,
-        **EXPERTS,
-        num_experts=4,
+        "Qwen3Moe", places(**HEAD_NORMS), **HEAD, **EXPERTS, num_experts=4,
         moe_intermediate_size=32,
     ),
     text("Gemma", places(swiglu=0, geglu=2), **HEAD),
     text(
-        "Gemma2",
-        places(rms_norm=5, swiglu=0, geglu=2, **OWN_ATTENTION, attention=2),
-        missed={"attention": Missed(0, "scaled_dot_product_attention takes no soft cap")},
-        **HEAD,
-        **ALTERNATING,
-        attn_implementation="eager",
-        query_pre_attn_scalar=16,
+        "Gemma2", places(rms_norm=5, swiglu=0, geglu=2, **OWN_ATTENTION, attention=2),
+        missed={"attention": Missed(0, "scaled_dot_product_attention takes no soft cap")}, **HEAD,
+        **ALTERNATING, attn_implementation="eager", query_pre_attn_scalar=16,
     ),
     text(
-        "Gemma3",
-        places(**HEAD_NORMS, rms_norm=5, swiglu=0, geglu=2, causal_attention=1),
-        missed={"grouped_attention": Missed(1, MASKED)},
-        config="Gemma3TextConfig",
-        **HEAD,
-        **ALTERNATING,
-        query_pre_attn_scalar=16,
+        "Gemma3", places(**HEAD_NORMS, rms_norm=5, swiglu=0, geglu=2, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)}, config="Gemma3TextConfig", **HEAD,
+        **ALTERNATING, query_pre_attn_scalar=16,
     ),
     text(
         "Phi3",
         places(),
         rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
         },
     ),
     text(
-        "Granite",
-        places(),
-        embedding_multiplier=2.0,
-        logits_scaling=4.0,
-        residual_multiplier=0.5,
+        "Granite", places(), embedding_multiplier=2.0, logits_scaling=4.0, residual_multiplier=0.5,
         attention_multiplier=0.2,
     ),
     text("Olmo2", places(rms_norm=8, fused_add_rms_norm=1)),
@@ -265,90 +214,49 @@ ARCHITECTURES = [
         without=("num_key_value_heads",),
     ),
     text(
-        "GptOss",
-        places(swiglu=0, clamped_swiglu=2, **OWN_ATTENTION, attention=2),
-        missed={"attention": Missed(0, "scaled_dot_product_attention takes no sinks")},
-        **HEAD,
-        **ALTERNATING,
-        **EXPERTS,
-        num_local_experts=4,
+        "GptOss", places(swiglu=0, clamped_swiglu=2, **OWN_ATTENTION, attention=2),
+        missed={"attention": Missed(0, "scaled_dot_product_attention takes no sinks")}, **HEAD,
+        **ALTERNATING, **EXPERTS, num_local_experts=4,
     ),
     text("Mixtral", places(), **HEAD, **EXPERTS, num_local_experts=4),
     text("Cohere", places(**LAYER_NORMS, layer_norm=3)),
     text("Starcoder2", places(**LAYER_NORMS, layer_norm=5, swiglu=0)),
     text(
-        "FalconH1",
-        places(gated_rms_norm=2),
-        **HEAD,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_chunk_size=8,
+        "FalconH1", places(gated_rms_norm=2), **HEAD, mamba_d_ssm=64, mamba_n_heads=4,
+        mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=8,
         mamba_rms_norm=True,
     ),
     text(
-        "Llama4",
-        places(rms_norm=3, moe_experts=1, swiglu=2, rope=1, causal_attention=1),
-        missed={"grouped_attention": Missed(1, MASKED)},
-        config="Llama4TextConfig",
-        **HEAD,
-        **EXPERTS,
-        intermediate_size_mlp=96,
-        num_local_experts=4,
-        interleave_moe_layer_step=2,
-        no_rope_layers=[1, 0],
-        attention_chunk_size=WINDOW,
+        "Llama4", places(rms_norm=3, moe_experts=1, swiglu=2, rope=1, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)}, config="Llama4TextConfig", **HEAD,
+        **EXPERTS, intermediate_size_mlp=96, num_local_experts=4, interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0], attention_chunk_size=WINDOW,
     ),
     text(
-        "Bert",
-        {"layer_norm": 6, "linear_cross_entropy": 1},
-        model="BertForMaskedLM",
-        without=("num_key_value_heads",),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        "Bert", {"layer_norm": 6, "linear_cross_entropy": 1}, model="BertForMaskedLM",
+        without=("num_key_value_heads",), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     ),
     Architecture("ViT", vit, {"layer_norm": 5, "linear_cross_entropy": 1}, batch=image_batch),
     text("Phi", places(**LAYER_NORMS, layer_norm=3, swiglu=0)),
     text("Helium", places(), **HEAD),
     text("Nemotron", places(**LAYER_NORMS, layer_norm=5, swiglu=0, relu_squared=2), **HEAD),
     text(
-        "DeepseekV3",
-        places(rms_norm=5, swiglu=3, grouped_attention=0),
-        **EXPERTS,
-        without=("num_key_value_heads",),
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        moe_intermediate_size=32,
-        n_group=1,
-        topk_group=1,
+        "DeepseekV3", places(rms_norm=5, swiglu=3, grouped_attention=0), **EXPERTS,
+        without=("num_key_value_heads",), num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=32,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+        n_shared_experts=1, moe_intermediate_size=32, n_group=1, topk_group=1,
         first_k_dense_replace=1,
     ),
     text(
-        "Cohere2",
-        places(**LAYER_NORMS, layer_norm=3, rope=1, causal_attention=1),
-        missed={"grouped_attention": Missed(1, MASKED)},
-        **HEAD,
-        **ALTERNATING,
+        "Cohere2", places(**LAYER_NORMS, layer_norm=3, rope=1, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)}, **HEAD, **ALTERNATING,
     ),
     text("Olmo", places(**LAYER_NORMS, layer_norm=5)),
     text(
         "Gemma3n",
         # Queries and keys are rotated separately.
         places(
-            rms_norm=18,
-            fused_add_rms_norm=2,
-            swiglu=0,
-            geglu=4,
-            rope=0,
-            rms_norm_rope=4,
+            rms_norm=18, fused_add_rms_norm=2, swiglu=0, geglu=4, rope=0, rms_norm_rope=4,
             causal_attention=1,
         ),
         missed={"grouped_attention": Missed(1, MASKED)},
@@ -371,10 +279,7 @@ ARCHITECTURES = [
         "GPTJ",
         # Before transformers 5.24 its attention is written out.
         places(
-            **LAYER_NORMS,
-            layer_norm=3,
-            swiglu=0,
-            grouped_attention=0,
+            **LAYER_NORMS, layer_norm=3, swiglu=0, grouped_attention=0,
             attention=0 if transformers.GPTJPreTrainedModel._supports_sdpa else 2,
         ),  # fmt: skip
         without=tuple(TEXT.keys() - {"vocab_size", "use_cache"}),
@@ -388,17 +293,12 @@ ARCHITECTURES = [
         attn_pdrop=0.0,
     ),
     text(
-        "ModernBert",
-        {"layer_norm": 6, "geglu": 2, "rope": 2, "linear_cross_entropy": 1},
-        model="ModernBertForMaskedLM",
-        without=("num_key_value_heads",),
-        global_attn_every_n_layers=2,
-        local_attention=WINDOW,
+        "ModernBert", {"layer_norm": 6, "geglu": 2, "rope": 2, "linear_cross_entropy": 1},
+        model="ModernBertForMaskedLM", without=("num_key_value_heads",),
+        global_attn_every_n_layers=2, local_attention=WINDOW,
     ),
     Architecture(
-        "T5",
-        t5,
-        {"rms_norm": 2, "fused_add_rms_norm": 10, "geglu": 4, "linear_cross_entropy": 1},
+        "T5", t5, {"rms_norm": 2, "fused_add_rms_norm": 10, "geglu": 4, "linear_cross_entropy": 1},
     ),
-]
+]  # fmt: skip
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}

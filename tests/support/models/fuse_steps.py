@@ -80,13 +80,9 @@ def counted(batch: Batch) -> Batch:
 
 
 BATCHES: dict[str, Callable[[Batch], Batch]] = {
-    "no mask": unmasked,
-    "ones": of_ones,
-    "right padding": dict,
-    "left padding": left_padded,
-    "4-D mask": in_four_dimensions,
-    "packed": packed,
-}
+    "no mask": unmasked, "ones": of_ones, "right padding": dict, "left padding": left_padded,
+    "4-D mask": in_four_dimensions, "packed": packed,
+}  # fmt: skip
 COMBINATIONS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
     **{name: (batch, False) for name, batch in BATCHES.items()},
     **{f"{name} checkpointed": (batch, True) for name, batch in BATCHES.items()},

@@ -14,17 +14,10 @@ VOCABULARY = 61
 TOKENS = (2, 7)
 
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "use_cache": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
 
 # Every token goes to every expert: a choice of experts could flip with the last bit of a router's
 # logit, and two runs with different rounding could not be compared.
@@ -99,12 +92,9 @@ def text(name: str, rms_norms: int, activation: str = "swiglu", **options: Any) 
 
     layers = config["num_hidden_layers"]
     return Family(
-        name,
-        build,
-        {"rms_norm": rms_norms, activation: layers, "rope": layers},
-        token_inputs,
+        name, build, {"rms_norm": rms_norms, activation: layers, "rope": layers}, token_inputs,
         has_loss=True,
-    )
+    )  # fmt: skip
 
 
 def bert() -> nn.Module:
@@ -117,14 +107,9 @@ def bert() -> nn.Module:
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-        num_labels=5,
-    )
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        image_size=8, patch_size=4, num_labels=5,
+    )  # fmt: skip
     return transformers.ViTForImageClassification._from_config(config, attn_implementation="eager")
 
 
@@ -158,10 +143,7 @@ FAMILIES = [
     text("Qwen3", 9),
     text("Gemma", 5, "geglu"),
     text(
-        "Gemma3",
-        13,
-        "geglu",
-        config="Gemma3TextConfig",
+        "Gemma3", 13, "geglu", config="Gemma3TextConfig",
         layer_types=["sliding_attention", "full_attention"],
     ),
     text("Olmo2", 9),
@@ -172,4 +154,4 @@ FAMILIES = [
     Family("Bert", bert, {"layer_norm": 6}, token_inputs, has_loss=True),
     Family("ViT", vit, {"layer_norm": 5}, image_inputs),
     Family("diffusion", diffusion, {"group_norm": 4}, image_inputs),
-]
+]  # fmt: skip

@@ -157,27 +157,16 @@ WAVES = {
 MODELS = [
     seeing("LlavaForConditionalGeneration", "llava", PATCHES),
     seeing(
-        "Qwen2VLForConditionalGeneration",
-        "qwen2_vl",
-        MERGED,
-        patches,
+        "Qwen2VLForConditionalGeneration", "qwen2_vl", MERGED, patches,
         text_config={"rope_parameters": MROPE},
     ),
     seeing(
-        "Qwen2_5_VLForConditionalGeneration",
-        "qwen2_5_vl",
-        MERGED,
-        patches,
-        text_config={"rope_parameters": MROPE},
-        vision_config={"fullatt_block_indexes": [1]},
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", MERGED, patches,
+        text_config={"rope_parameters": MROPE}, vision_config={"fullatt_block_indexes": [1]},
     ),
     seeing(
-        "Qwen3VLForConditionalGeneration",
-        "qwen3_vl",
-        MERGED,
-        patches,
-        text_config={"rope_parameters": MROPE},
-        vision_config={"deepstack_visual_indexes": [0]},
+        "Qwen3VLForConditionalGeneration", "qwen3_vl", MERGED, patches,
+        text_config={"rope_parameters": MROPE}, vision_config={"deepstack_visual_indexes": [0]},
     ),
     seeing("Gemma3ForConditionalGeneration", "gemma3", MERGED, typed),
     seeing(
@@ -186,9 +175,7 @@ MODELS = [
         4,
         several,
         perceiver_config={
-            "resampler_depth": 1,
-            "resampler_n_latents": 4,
-            "resampler_head_dim": 16,
+            "resampler_depth": 1, "resampler_n_latents": 4, "resampler_head_dim": 16,
             "num_key_value_heads": 2,
         },
     ),
@@ -210,9 +197,7 @@ MODELS = [
         },
     ),
     seeing(
-        "Llama4ForConditionalGeneration",
-        "llama4",
-        MERGED,
+        "Llama4ForConditionalGeneration", "llama4", MERGED,
         vision_config={"vision_output_dim": HIDDEN, "intermediate_size": 4 * HIDDEN},
         text_config={"moe_layers": [1], "no_rope_layers": [1, 0]},
     ),
@@ -253,12 +238,8 @@ MODELS = [
             "input_features_mask": torch.ones(ROWS, FRAMES_OF_SOUND // 4, dtype=torch.bool),
         },
         encoder_config={
-            "input_dim": BINS,
-            "context_size": 8,
-            "output_dim": 8,
-            "conv_kernel_size": 3,
-            "max_pos_emb": 32,
-            "feedforward_mult": 2,
+            "input_dim": BINS, "context_size": 8, "output_dim": 8, "conv_kernel_size": 3,
+            "max_pos_emb": 32, "feedforward_mult": 2,
         },
         # Two queries per window of eight frames.
         window_size=8,
@@ -283,4 +264,4 @@ MODELS = [
     model("Wav2Vec2ForCTC", "wav2vec2", waves, **WAVES),
     model("HubertForCTC", "hubert", waves, **WAVES),
     model("WavLMForCTC", "wavlm", waves, **WAVES),
-]
+]  # fmt: skip

@@ -44,10 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 2 * HEADS},
     "mistral4": {"head_dim": 8},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -79,7 +76,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
     },
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 # Reasons that a class is not trained.

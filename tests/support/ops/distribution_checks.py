@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,9 +11,7 @@ import liger_ops
 import op_checks
 from distribution_cases import names, options, written
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS
-
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+from op_under_test import DEVICE
 
 
 def assert_is_what_trainers_write(case: Any) -> None:

@@ -29,27 +29,12 @@ from op_under_test import OpUnderTest
 OPS: dict[str, OpUnderTest] = {
     op.id: op
     for op in (
-        *norm_cases.OPS,
-        *gated_norm_cases.OPS,
-        *modulated_norm_cases.OPS,
-        *dyt_cases.OPS,
-        *activation_cases.OPS,
-        *softmax_cases.OPS,
-        *rope_cases.OPS,
-        *layer_cases.OPS,
-        *lora_cases.OPS,
-        *neighborhood_cases.OPS,
-        *expert_cases.OPS,
-        *multi_token_cases.OPS,
-        *cross_entropy_cases.OPS,
-        *linear_cross_entropy_cases.OPS,
-        *log_prob_cases.OPS,
-        *divergence_cases.OPS,
-        *distribution_cases.OPS,
-        *router_cases.OPS,
-        *linear_log_prob_cases.OPS,
-        *linear_divergence_cases.OPS,
-        *linear_top_k_divergence_cases.OPS,
-        *mhc_cases.OPS,
+        *norm_cases.OPS, *gated_norm_cases.OPS, *modulated_norm_cases.OPS, *dyt_cases.OPS,
+        *activation_cases.OPS, *softmax_cases.OPS, *rope_cases.OPS, *layer_cases.OPS,
+        *lora_cases.OPS, *neighborhood_cases.OPS, *expert_cases.OPS, *multi_token_cases.OPS,
+        *cross_entropy_cases.OPS, *linear_cross_entropy_cases.OPS, *log_prob_cases.OPS,
+        *divergence_cases.OPS, *distribution_cases.OPS, *router_cases.OPS,
+        *linear_log_prob_cases.OPS, *linear_divergence_cases.OPS,
+        *linear_top_k_divergence_cases.OPS, *mhc_cases.OPS,
     )
-}
+}  # fmt: skip

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -25,6 +26,9 @@ DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
 SIMULATED = os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"
 # Folders whose kernels run here: on a CPU both, interpreted; on a device, its own.
 FOLDERS = ("cuda", "npu") if DEVICE == "cpu" else (DEVICE,)
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+EVERY_IMPLEMENTATION = pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+NAN, INF = float("nan"), float("inf")
 if "npu" in FOLDERS:
     import liger_ops.lowering.npu
     import torch_npu_stand_in  # noqa: F401

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import op_checks
-from op_under_test import DEVICE, FOLDERS, OpUnderTest
+from op_under_test import DEVICE, EVERY_FOLDER, OpUnderTest
 
 Test = Callable[..., None]
 
@@ -20,7 +20,7 @@ def infinities(
     theirs_backward: Callable[[Tensor, Tensor, int, torch.dtype], Tensor],
 ) -> Test:
     @pytest.mark.device_kernels
-    @pytest.mark.parametrize("folder", FOLDERS)
+    @EVERY_FOLDER
     @pytest.mark.parametrize("tile", (None, (2, 64), (2, 16), (1, 16)))
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
     def test_infinities(folder: str, tile: tuple[int, int] | None, dtype: torch.dtype) -> None:

@@ -25,10 +25,19 @@ def rotate_neighbours(x: Tensor) -> Tensor:
     return torch.stack([-x2, x1], dim=-1).flatten(-2)
 
 
-def phi3(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def llama(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return (x * cos) + (rotate_half(x) * sin)
+
+
+def cohere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return (x * cos) + (rotate_neighbours(x) * sin)
+
+
+def phi3(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (rotate_half(rotated) * sin), passed], dim=-1)
+    return torch.cat([llama(rotated, cos, sin), passed], dim=-1)
 
 
 def heads(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -> list[Tensor]:

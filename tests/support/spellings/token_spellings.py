@@ -45,11 +45,9 @@ def capped_then_tempered(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOG_PROBS: dict[str, Spelling] = {
-    "trl": trl_log_prob,
-    "verl": verl_log_prob,
-    "negated-cross-entropy": negated_cross_entropy,
+    "trl": trl_log_prob, "verl": verl_log_prob, "negated-cross-entropy": negated_cross_entropy,
     "capped-then-tempered": capped_then_tempered,
-}
+}  # fmt: skip
 
 
 def by_log_probs(logits: Tensor) -> Tensor:
@@ -120,13 +118,9 @@ def parts_apart(logits: Tensor, labels: Tensor) -> Any:
 
 
 BOTH: dict[str, Spelling] = {
-    "shared": shared_log_probs,
-    "trl": trl_both,
-    "verl": verl_both,
-    "cross-entropy": cross_entropy_and_entropy,
-    "lse": with_lse,
-    "parts": parts_apart,
-}
+    "shared": shared_log_probs, "trl": trl_both, "verl": verl_both,
+    "cross-entropy": cross_entropy_and_entropy, "lse": with_lse, "parts": parts_apart,
+}  # fmt: skip
 
 
 def trl_metric(logits: Tensor, labels: Tensor) -> Any:

@@ -15,26 +15,11 @@ import liger_ops
 import norm_spellings as norms
 from norm_spellings import EPS
 from rewriting import check, each_dtype, refused, values
-from rotations import HEADS, KV_HEADS, B, D, S, heads, rotate_half, rotate_neighbours, used
+from rotations import HEADS, KV_HEADS, B, D, S, cohere, heads, llama, phi3, used
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 FOUND = {"rms_norm_rope": 1}
 LEFT = {"rms_norm": 2, "rope": 1}
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos) + (rotate_half(x) * sin)
-
-
-def partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turning, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([rotated(turning, cos, sin), passed], dim=-1)
-
-
-def of_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos) + (rotate_neighbours(x) * sin)
 
 
 def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,7 +41,7 @@ def inputs(
 
 def attention(
     norm: Norm,
-    rotation: Any = rotated,
+    rotation: Any = llama,
     transposed_first: bool = False,
     key_norm: Norm | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -87,7 +72,7 @@ def attention(
     ),
 )
 def test_norm_and_rotation(norm, offset, mode, transposed_first, dtype):
-    found = check(attention(norm, rotated, transposed_first), *inputs(dtype), counts=FOUND)
+    found = check(attention(norm, llama, transposed_first), *inputs(dtype), counts=FOUND)
     (call,) = found.calls("rms_norm_rope")
     assert (call["eps"], call["offset"]) == (EPS, offset)
     # In float32 the modes are the same, and a written norm is found as the first of them.
@@ -101,7 +86,7 @@ def test_norm_and_rotation(norm, offset, mode, transposed_first, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rotation", "columns", "interleaved"), ((partly, D // 2, False), (of_neighbours, D, True))
+    ("rotation", "columns", "interleaved"), ((phi3, D // 2, False), (cohere, D, True))
 )
 def test_other_rotations(rotation, columns, interleaved):
     function = attention(norms.llama, rotation)
@@ -119,7 +104,7 @@ def test_several_views_between():
 
     def function(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
         q, k = turned(q, q_weight), turned(k, k_weight)
-        return used(rotated(q, cos, sin)), used(rotated(k, cos, sin))
+        return used(llama(q, cos, sin)), used(llama(k, cos, sin))
 
     check(function, *inputs(), counts=FOUND)
 
@@ -147,7 +132,7 @@ def test_queries_alone(norm):
     """As in the layers of Gemma 3n and Gemma 4 that share keys."""
 
     def function(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
-        return used(rotated(norm(q, q_weight).transpose(1, 2), cos, sin))
+        return used(llama(norm(q, q_weight).transpose(1, 2), cos, sin))
 
     found = check(function, *inputs(), counts=FOUND)
     (call,) = found.calls("rms_norm_rope")
@@ -208,18 +193,18 @@ def queries_alone_normalised(
     q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any
 ) -> Any:
     q, k = norms.llama(q, q_weight).transpose(1, 2), k.transpose(1, 2)
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin))
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin))
 
 
 def used_elsewhere(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
     normed, k = norms.llama(q, q_weight), norms.llama(k, k_weight).transpose(1, 2)
     q = normed.transpose(1, 2)
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin)), normed.sum()
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin)), normed.sum()
 
 
 def view_used_elsewhere(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
     q, k = norms.llama(q, q_weight).transpose(1, 2), norms.llama(k, k_weight).transpose(1, 2)
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin)), k.sum()
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin)), k.sum()
 
 
 @torch.no_grad()
@@ -227,7 +212,7 @@ def weight_written(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: 
     weight = q_weight * 2.0
     q, k = norms.llama(q, weight).transpose(1, 2), norms.llama(k, k_weight).transpose(1, 2)
     weight.mul_(3.0)
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin)), weight
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin)), weight
 
 
 @torch.no_grad()
@@ -235,13 +220,13 @@ def input_written(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: A
     x = k * 2.0
     q, k = norms.llama(q, q_weight).transpose(1, 2), norms.llama(x, k_weight).transpose(1, 2)
     x.add_(1.0)
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin)), x
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin)), x
 
 
 def norm_without_gradient(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
     with torch.no_grad():
         q, k = norms.llama(q, q_weight).transpose(1, 2), norms.llama(k, k_weight).transpose(1, 2)
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin))
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin))
 
 
 def of_all_heads(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
@@ -251,7 +236,7 @@ def of_all_heads(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: An
         norms.llama(x.flatten(2), w).view(x.shape).transpose(1, 2)
         for x, w in zip((q, k), weights, strict=True)
     )
-    return used(rotated(q, cos, sin)), used(rotated(k, cos, sin))
+    return used(llama(q, cos, sin)), used(llama(k, cos, sin))
 
 
 def other_eps(x: Tensor, weight: Tensor) -> Tensor:
@@ -288,7 +273,7 @@ def test_a_norm_that_is_cast_before_the_rotation():
 
 def test_a_rotation_before_the_norm():
     def function(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
-        q, k = rotated(q.transpose(1, 2), cos, sin), rotated(k.transpose(1, 2), cos, sin)
+        q, k = llama(q.transpose(1, 2), cos, sin), llama(k.transpose(1, 2), cos, sin)
         return used(norms.llama(q, q_weight)), used(norms.llama(k, k_weight))
 
     refused(function, *inputs(), op="rms_norm_rope", counts=LEFT)

@@ -17,7 +17,9 @@ from rotations import (
     D,
     Rotation,
     applied,
+    cohere,
     heads,
+    llama,
     phi3,
     rotate_half,
     rotate_neighbours,
@@ -29,11 +31,6 @@ from rotations import (
 def rotate_neighbours_by_reshape(x: Tensor) -> Tensor:
     x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.stack((-x2, x1), dim=-1).flatten(start_dim=3)
-
-
-def llama(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos) + (rotate_half(x) * sin)
 
 
 def llama_by_chunk(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -50,11 +47,6 @@ def nanochat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def llama_in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return ((x.float() * cos.float()) + (rotate_half(x.float()) * sin.float())).to(x.dtype)
-
-
-def cohere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos) + (rotate_neighbours(x) * sin)
 
 
 def glm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -227,11 +219,8 @@ def test_rope_whose_caller_passes_the_dimension_of_heads():
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Any:
         q, k, cos, sin = (
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            cos.unsqueeze(dim),
-            sin.unsqueeze(dim),
-        )
+            q.transpose(1, 2), k.transpose(1, 2), cos.unsqueeze(dim), sin.unsqueeze(dim),
+        )  # fmt: skip
         return used(q * cos + rotate_half(q) * sin), used(k * cos + rotate_half(k) * sin)
 
     check(function, *heads(), *tables(D), 1, counts={"rope": 1}, dynamic=True)
@@ -262,11 +251,9 @@ def by_a_third_table(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 NO_ROPE: dict[str, Rotation] = {
-    "unevenly-halved": unevenly_halved,
-    "not-turned": unchanged,
-    "of-another": of_another,
+    "unevenly-halved": unevenly_halved, "not-turned": unchanged, "of-another": of_another,
     "third-table": by_a_third_table,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rotation", NO_ROPE.values(), ids=NO_ROPE)

@@ -71,12 +71,9 @@ def test_pairs_that_are_written_in_halves(function, dtype):
 
 def test_pairs_that_are_written_in_halves_at_any_length():
     check(
-        deepseek,
-        *(*heads(), *tables(1, S, D)),
-        then=(*heads(rows=3, length=7), *tables(1, 7, D)),
-        counts={"rope": 1},
-        dynamic=True,
-    )
+        deepseek, *(*heads(), *tables(1, S, D)), then=(*heads(rows=3, length=7), *tables(1, 7, D)),
+        counts={"rope": 1}, dynamic=True,
+    )  # fmt: skip
 
 
 # diffusers
@@ -209,11 +206,8 @@ def quarters(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 NO_ROPE = [
-    other_half_first,
-    halves_into_pairs,
-    turned_as_it_was,
-    quarters,
-]
+    other_half_first, halves_into_pairs, turned_as_it_was, quarters,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rotation", NO_ROPE)

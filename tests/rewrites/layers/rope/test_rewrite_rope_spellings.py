@@ -420,14 +420,9 @@ def test_what_is_left_has_a_reason(rotation):
 
 
 NO_ROPE = [
-    other_matrices,
-    halves_by_view,
-    triples_by_view,
-    regrouped,
-    stacked_first,
-    truncated,
+    other_matrices, halves_by_view, triples_by_view, regrouped, stacked_first, truncated,
     rounded_to_8_bits,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rotation", NO_ROPE)
