@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ import op_checks
 from head_bounds import (
     assert_gradients_match,
     assert_no_further,
+    drawn,
     head_fields,
     implementation_of,
     run,
@@ -150,16 +151,7 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
             compare(a, b)
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 5)
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
-@example(case=ADAPTED[0])
-@example(case=ADAPTED[1])
-@example(case=MORE_CLASSES)
+@drawn(cases(), *EXAMPLES, *ADAPTED, MORE_CLASSES, fewer=5)
 def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(case, tensors)
@@ -183,11 +175,7 @@ def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
             assert_no_further(label, outputs[i], references[i], truths[i], error + 1e-12)
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 2)
-@given(case=cases())
-@example(case=FULL)
+@drawn(cases(), FULL, fewer=2)
 def test_the_entropy_matches_truth_and_changes_nothing_else(
     folder: str, case: TwoHeadsCase
 ) -> None:
@@ -209,15 +197,7 @@ def test_the_entropy_matches_truth_and_changes_nothing_else(
         assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 5)
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
-@example(case=ADAPTED[0])
-@example(case=ADAPTED[1])
+@drawn(cases(), *EXAMPLES, *ADAPTED, fewer=5)
 def test_backward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
     truths = BACKWARD.definition(*truth_args(OP, case, tensors, True))
