@@ -5,7 +5,7 @@ Every message names the op, the argument, the accepted values and the value give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,11 +98,13 @@ def wide(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if torch.float64 in given else torch.float32
 
 
-def gradients(call: Any, *names: str) -> tuple[Tensor | None, ...]:
+def gradients(
+    call: Any, *names: str, allocate: Callable[[Tensor], Tensor] = like
+) -> tuple[Tensor | None, ...]:
     """Allocate the gradients of the tensors in `names` that call.output_mask asks for."""
     tensors = (getattr(call, name) for name in names)
     return tuple(
-        like(tensor) if wanted and tensor is not None else None
+        allocate(tensor) if wanted and tensor is not None else None
         for wanted, tensor in zip(call.output_mask, tensors, strict=True)
     )
 

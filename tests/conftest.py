@@ -26,7 +26,7 @@ COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("ci", max_examples=15, **COMMON)
+settings.register_profile("ci", max_examples=10, **COMMON)
 settings.register_profile("nightly", max_examples=1000, **{**COMMON, "derandomize": False})
 
 

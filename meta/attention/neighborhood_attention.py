@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import library
@@ -18,7 +17,8 @@ MOST_COLUMNS = 256
 @library.fake("neighborhood_attention_forward")
 def neighborhood_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
     _check(call)
-    return checks.in_layout_of(call.query), _lse(call.query)
+    lse = call.query.new_empty(call.query.shape[:-1], dtype=checks.wide(call.query))
+    return checks.in_layout_of(call.query), lse
 
 
 @library.fake("neighborhood_attention_backward")
@@ -29,13 +29,7 @@ def neighborhood_attention_backward(call: Any) -> tuple[Tensor | None, ...]:
     checks.same_device(call, "query", "dlse", "lse")
     for name in ("dlse", "lse"):
         checks.shape(call, name, call.query.shape[:-1], "query but for its last dimension")
-    wanted = zip(call.output_mask, (call.query, call.key, call.value), strict=True)
-    return tuple(checks.in_layout_of(x) if want else None for want, x in wanted)
-
-
-def _lse(query: Tensor) -> Tensor:
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return query.new_empty(query.shape[:-1], dtype=dtype)
+    return checks.gradients(call, "query", "key", "value", allocate=checks.in_layout_of)
 
 
 def _check(call: Any) -> None:

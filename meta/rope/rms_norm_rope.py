@@ -24,13 +24,8 @@ def rms_norm_rope_backward(call: Any) -> tuple[Tensor | None, ...]:
     _check(call)
     checks.same_form(call, "q", "dq")
     checks.same_form(call, "k", "dk")
-    wants_q, wants_k, wants_q_weight, wants_k_weight = call.output_mask
-    weights = ((wants_q_weight, call.q_weight), (wants_k_weight, call.k_weight))
-    return (
-        checks.in_layout_of(call.q) if wants_q else None,
-        checks.in_layout_of(call.k) if wants_k else None,
-        *(checks.like(w) if wanted and w is not None else None for wanted, w in weights),
-    )
+    names = ("q", "k", "q_weight", "k_weight")
+    return checks.gradients(call, *names, allocate=checks.in_layout_of)
 
 
 def _check(call: Any) -> None:

@@ -21,8 +21,7 @@ def rope(call: Any) -> tuple[Tensor, Tensor]:
 @library.fake("rope_backward")
 def rope_backward(call: Any) -> tuple[Tensor | None, ...]:
     check(call, "dq", "dk")
-    wanted = zip(call.output_mask, (call.dq, call.dk), strict=True)
-    return tuple(checks.in_layout_of(dy) if want else None for want, dy in wanted)
+    return checks.gradients(call, "dq", "dk", allocate=checks.in_layout_of)
 
 
 def check(call: Any, q_name: str, k_name: str) -> None:

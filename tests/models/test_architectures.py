@@ -18,6 +18,7 @@ from architectures_report import DOCUMENT, document
 from compiled_models import (
     Loss,
     aot_eager,
+    as_it_is,
     assert_as_near_to_truth,
     compiled,
     loss_of,
@@ -86,10 +87,13 @@ def test_rewritten_as_near_to_truth(architecture: Architecture) -> None:
     test_explained counts the ops, and test_trained_models compares values.
     """
     model, batch = architecture.make(torch.bfloat16), architecture.batch(torch.bfloat16)
-    (counts,) = rewritten(model, [batch], [true_of(architecture.name)], run=aot_eager)
+    # The graphs of these have every op.
+    run = aot_eager if architecture in explained() else as_it_is
+    (counts,) = rewritten(model, [batch], [true_of(architecture.name)], run=run)
     assert counts == architecture.found
 
 
+@cache
 def explained() -> list[Architecture]:
     """Architectures that together have every op, found and missed."""
     chosen, seen = [], set()

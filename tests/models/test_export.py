@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 import liger_ops
 from causal_models import LLAMA, batch
+from fused_families import text
 from liger_ops.rewrites.graph_pass import refuse_exported
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ class Loss(Logits):
 
 def fused_and_inputs(kind: type[Logits]) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
     """A fused model, a batch of two rows, and dynamic shapes for any number of rows."""
-    model = LLAMA.model()
+    model = text("Llama", 3, num_hidden_layers=1).model()
     assert liger_ops.fuse(model).fused
     names = ("input_ids", "labels") if kind is Loss else ("input_ids",)
     rows = {0: torch.export.Dim("rows", max=64)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import liger_ops
-from backends import inputs, model, needs_compiler, run, without_caches
+from backends import inputs, model, needs_compiler, without_caches
 from liger_ops.rewrites import graph_pass as pass_module
 from liger_ops.rewrites.enable import Together
 from liger_ops.rewrites.engine.report import Report
@@ -222,27 +221,3 @@ def test_bad_arguments_change_nothing(arguments, error, text):
     with pytest.raises(error, match=text):
         liger_ops.enable(**arguments)
     assert inductor.compile_fx is before
-
-
-WARM = """
-import json
-import torch
-import torch.nn.functional as F
-from torch._dynamo.utils import counters
-import liger_ops
-
-liger_ops.enable("all")
-gate, up = torch.ones(2, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
-torch.compile(lambda gate, up: F.silu(gate) * up)(gate, up).sum().backward()
-aot = counters["aot_autograd"]
-print(json.dumps([aot["autograd_cache_hit"], aot["autograd_cache_bypass"]]))
-"""
-
-
-@needs_compiler
-def test_a_second_start_is_warm(tmp_path):
-    starts = [
-        json.loads(run(WARM, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()[-1])
-        for _ in range(2)
-    ]
-    assert starts == [[0, 0], [1, 0]]

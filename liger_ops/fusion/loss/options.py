@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...ops.losses.cross_entropy import OPTIONS
+
+# Options of cross_entropy. The head has those of its logits.
+NUMBERS = tuple(name for name in OPTIONS if name not in ("reduction", "softcap", "logit_scale"))
+OF_LOSS = ("reduction", *NUMBERS)
+OF_HEAD = ("accum_dtype", "chunk_bytes")
+
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The arguments that a fused forward adds for its loss; None stands for the default.
+    """The arguments that a fused forward adds for its loss, by their names, but for those that have
+    their default values.
 
     Not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
     """
 
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    use_token_scaling: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
-    accum_dtype: torch.dtype | None = None
-    chunk_bytes: int | None = None
-    # The names of those that are not the default.
-    asked: tuple[str, ...] = ()
+    asked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> str:
@@ -33,7 +32,10 @@ class LossOptions:
 
     @property
     def wants_predicted(self) -> bool:
-        return self.return_token_accuracy or self.return_predicted_tokens
+        return "return_token_accuracy" in self.asked or "return_predicted_tokens" in self.asked
+
+    def of(self, names: Collection[str]) -> dict[str, Any]:
+        return {name: value for name, value in self.asked.items() if name in names}
 
 
 def _is_flag(value: Any) -> bool:
@@ -50,6 +52,12 @@ def _is_count(value: Any) -> bool:
 
 # For each option: whether the type is valid, whether the value is, and the text of what is valid.
 Check = tuple[Callable[[Any], bool], Callable[[Any], bool], str]
+
+
+def _of_number(accepted: Any) -> Check:
+    return _is_number, accepted.holds, f"a number {accepted.text.removeprefix('a number ')}"
+
+
 _FLAG: Check = (_is_flag, lambda value: True, "True or False")
 CHECKS: dict[str, Check] = {
     "reduction": (
@@ -57,8 +65,7 @@ CHECKS: dict[str, Check] = {
         lambda value: value in ("mean", "sum", "none"),
         "'mean', 'sum' or 'none'",
     ),
-    "label_smoothing": (_is_number, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    "lse_square_scale": (_is_number, lambda value: value >= 0, "a number of at least 0"),
+    **{name: _of_number(OPTIONS[name]) for name in NUMBERS},
     "use_token_scaling": _FLAG,
     "return_token_accuracy": _FLAG,
     "return_predicted_tokens": _FLAG,
@@ -99,4 +106,4 @@ def taken_from(
         )
     # Every default is false or "mean".
     asked = {key: value for key, value in given.items() if value and value != "mean"}
-    return LossOptions(**asked, asked=tuple(asked)), rest
+    return LossOptions(asked), rest

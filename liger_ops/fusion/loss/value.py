@@ -14,7 +14,7 @@ from ...ops.losses.cross_entropy import cross_entropy_forward
 from ..tensor_parallel import as_input
 from .deferred import DeferredLogits
 from .lora import LoraHead
-from .options import LossOptions
+from .options import OF_HEAD, OF_LOSS, LossOptions
 
 # The result of either source's `results`: (loss, lse, target_logit, predicted_tokens), the last is
 # None unless it is asked for.
@@ -38,12 +38,8 @@ class Source(Protocol):
 
 def _head_options(logits: DeferredLogits, options: LossOptions) -> dict[str, Any]:
     """Options of the ops that compute a loss from a head."""
-    return {
-        "softcap": logits.form.softcap,
-        "logit_scale": logits.form.logit_scale,
-        "accum_dtype": options.accum_dtype,
-        "chunk_bytes": options.chunk_bytes,
-    }
+    form = logits.form
+    return {"softcap": form.softcap, "logit_scale": form.logit_scale, **options.of(OF_HEAD)}
 
 
 class OfHidden(Source):
@@ -151,16 +147,10 @@ def value_of(
     other than the defaults replace. Token scaling multiplies each token's loss by the probability
     of its target, as a constant; the mean still divides by the number of tokens.
     """
-    ignore_index = own["ignore_index"]
-    asked = options.reduction != "mean"
-    reduction = options.reduction if asked else own["reduction"]
-    arguments: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": options.label_smoothing or own["label_smoothing"],
-        "lse_square_scale": options.lse_square_scale,
-    }
-    if options.use_token_scaling:
+    ignore_index, asked = own["ignore_index"], options.asked
+    arguments: dict[str, Any] = {**own, **options.of(OF_LOSS)}
+    reduction = arguments["reduction"]
+    if "use_token_scaling" in asked:
         with torch.no_grad():
             arguments["token_weight"] = source.probability(target, ignore_index)
             if reduction == "mean":
@@ -170,8 +160,9 @@ def value_of(
     else:
         loss, predicted = source.loss(target, **arguments), None
     beside = {}
-    if predicted is not None and options.return_token_accuracy:
+    if predicted is not None and "return_token_accuracy" in asked:
         beside["token_accuracy"] = token_accuracy(predicted, target, ignore_index)
-    if predicted is not None and options.return_predicted_tokens:
+    if predicted is not None and "return_predicted_tokens" in asked:
         beside["predicted_tokens"] = predicted.reshape(source.tokens)
-    return loss.reshape(source.tokens) if asked and reduction == "none" else loss, beside
+    each = reduction == "none" and "reduction" in asked
+    return loss.reshape(source.tokens) if each else loss, beside

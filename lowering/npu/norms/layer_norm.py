@@ -14,7 +14,6 @@ from ...common.norms.modulation import PLAIN, Modulation
 from ...common.sizes import cdiv
 from ...common.tensors import contiguous
 from .. import tiling
-from ..partial_sums import partial_sums, summed
 from ..tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch
 from . import wide_backward
@@ -308,33 +307,29 @@ def launch_layer_norm(
 
 
 def launch_layer_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
-    dy, _, x, weight, dx, dweight, dbias, eps, _ = norm[:9]
-    M, N = x.shape
+    x, (M, N) = norm.x, norm.x.shape
     plan = norm.plan("layer_norm", forced)
     if plan.KEPT:
-        launch_kept_backward(*norm[:9], plan, centred=True)
+        launch_kept_backward(norm, plan, centred=True)
         return
     if plan.BLOCK_N < N or norm.token is not None:
         mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)
         plan = of_one_sample(plan, norm.samples > 1)
         launch(
             _layer_norm_statistics_kernel, plan, cdiv(M, plan.BLOCK_M),
-            dy, x, weight, norm.scale, mean, rstd, mean_g, projection,
-            M, N, norm.rows_of_weight, eps,
+            norm.dy, x, norm.weight, norm.scale, mean, rstd, mean_g, projection,
+            M, N, norm.rows_of_weight, norm.eps,
         )  # fmt: skip
         statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
         wide_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)
-    dweights, dbiases = partial_sums(dweight, splits), partial_sums(dbias, splits)
-    launch(
-        _layer_norm_backward_kernel, plan, splits * norm.samples,
-        dy, x, weight, dx, dweights, dbiases,
-        norm.tokens, N, *norm.items(splits), eps,
+    norm.launch(
+        _layer_norm_backward_kernel, plan, splits * norm.samples, splits,
+        (norm.dy, x, norm.weight, norm.dx),
+        norm.tokens, N, *norm.items(splits), norm.eps,
         PADDED=plan.BLOCK_N > N, REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
     )  # fmt: skip
-    summed(dweights, dweight)
-    summed(dbiases, dbias)
 
 
 register("npu", launch_layer_norm, launch_layer_norm_backward, NormBackward, tiling.rows)

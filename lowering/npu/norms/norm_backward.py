@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ...common.norms.backward import Arguments
 from ...common.sizes import cdiv
 from .. import tiling
-from ..tiling import Plan
+from ..partial_sums import partial_sums, summed
+from ..tiling import Plan, launch
 
 
 class NormBackward(Arguments):
@@ -43,3 +46,14 @@ class NormBackward(Arguments):
     def items(self, splits: int) -> tuple[int | None, int | None]:
         """The numbers of samples and splits, or None if a program has one item."""
         return (None, None) if self.samples == 1 else (self.samples, splits)
+
+    def launch(
+        self, kernel: Any, plan: Plan, tiles: int, parts: int, tensors: Sequence[Tensor | None],
+        *numbers: float | None, **constants: Any,
+    ) -> None:  # fmt: skip
+        """Launch a kernel that stores so many parts of the gradients of weight and bias, and sum
+        them."""
+        dweights, dbiases = partial_sums(self.dweight, parts), partial_sums(self.dbias, parts)
+        launch(kernel, plan, tiles, *tensors, dweights, dbiases, *numbers, **constants)
+        summed(dweights, self.dweight)
+        summed(dbiases, self.dbias)

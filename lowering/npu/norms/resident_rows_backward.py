@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...common.sizes import cdiv
-from ..partial_sums import partial_sums, summed
 from ..tile import remaining, within
-from ..tiling import Plan, launch
+from ..tiling import Plan
+from .norm_backward import NormBackward
 from .resident_rows import kept_mean, kept_or_loaded, kept_row, line, line_added, piece
 
 
@@ -104,21 +103,12 @@ def _kept_backward_kernel(
             tl.store(dbias_ptr + start + cols, line(sums, DBIAS + col // BLOCK_N), mask=mask)
 
 
-def launch_kept_backward(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
-    dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
-    eps: float, offset: float, plan: Plan, *, centred: bool,
-) -> None:  # fmt: skip
+def launch_kept_backward(norm: NormBackward, plan: Plan, centred: bool) -> None:
     """Launch the backward of rms_norm, or of layer_norm, which is `centred`."""
-    M, N = x.shape
+    M, N = norm.x.shape
     tiles = cdiv(M, plan.BLOCK_M)
-    dweights = partial_sums(dweight, plan.programs(tiles))
-    dbiases = partial_sums(dbias, plan.programs(tiles))
-    launch(
-        _kept_backward_kernel, plan, tiles,
-        dy, ds, x, weight, dx, dweights, dbiases,
-        M, N, eps, offset,
+    norm.launch(
+        _kept_backward_kernel, plan, tiles, plan.programs(tiles),
+        (norm.dy, norm.ds, norm.x, norm.weight, norm.dx), M, N, norm.eps, norm.offset,
         CENTRED=centred, PADDED=N % plan.BLOCK_N != 0, ROW=plan.ROW, KEPT=plan.KEPT,
     )  # fmt: skip
-    summed(dweights, dweight)
-    summed(dbiases, dbias)

@@ -15,7 +15,6 @@ from ...common.sizes import cdiv
 from ...common.tensors import contiguous
 from ...common.triton_math import rms_rstd, rms_scaled, rms_square
 from .. import tiling
-from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch, launch_rows
 from . import wide_backward
@@ -314,33 +313,28 @@ def launch_rms_norm(
 
 
 def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
-    dy, ds, x, weight, dx, dweight, dbias, eps, offset = norm[:9]
-    M, N = x.shape
+    (M, N), numbers = norm.x.shape, (norm.eps, norm.offset)
     plan = norm.plan("rms_norm", forced)
     if plan.KEPT:
-        launch_kept_backward(*norm[:9], plan, centred=False)
+        launch_kept_backward(norm, plan, centred=False)
         return
     if plan.BLOCK_N < N or norm.token is not None:
-        rstd, projection = x.new_empty((2, M), dtype=torch.float32)
+        rstd, projection = norm.x.new_empty((2, M), dtype=torch.float32)
         plan = of_one_sample(plan, norm.samples > 1)
         launch(
             _rms_norm_statistics_kernel, plan, cdiv(M, plan.BLOCK_M),
-            dy, x, weight, norm.scale, rstd, projection,
-            M, N, norm.rows_of_weight, eps, offset,
-            NEEDS_DX=dx is not None,
+            norm.dy, norm.x, norm.weight, norm.scale, rstd, projection,
+            M, N, norm.rows_of_weight, *numbers,
+            NEEDS_DX=norm.dx is not None,
         )  # fmt: skip
         statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
         wide_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)
-    dweights, dbiases = partial_sums(dweight, splits), partial_sums(dbias, splits)
-    launch(
-        _rms_norm_backward_kernel, plan, splits * norm.samples,
-        dy, ds, x, weight, dx, dweights, dbiases,
-        norm.tokens, N, *norm.items(splits), eps, offset,
-    )  # fmt: skip
-    summed(dweights, dweight)
-    summed(dbiases, dbias)
+    tensors = (norm.dy, norm.ds, norm.x, norm.weight, norm.dx)
+    sizes = (norm.tokens, N, *norm.items(splits))
+    given = (plan, splits * norm.samples, splits, tensors, *sizes, *numbers)
+    norm.launch(_rms_norm_backward_kernel, *given)
 
 
 register("npu", launch_rms_norm, launch_rms_norm_backward, NormBackward, tiling.rows)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ...common.sizes import cdiv
 from .. import tiling
-from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, tile_offsets
-from ..tiling import COSTS, Cost, Plan, launch
+from ..tiling import COSTS, Cost, Plan
 from .norm_backward import NormBackward
 
 
@@ -118,14 +117,11 @@ def launch_wide_backward(norm: NormBackward, statistics: Statistics, plan: Plan 
     plan = plan or tiling.plan(op, N, norm.x, norm.dy, norm.scale)
     chunks = cdiv(N, plan.BLOCK_N) * norm.samples
     splits = plan.splits(cdiv(norm.tokens, plan.BLOCK_M), chunks)
-    dweights = partial_sums(norm.dweight, splits)
-    dbiases = partial_sums(norm.dbias, splits)
     scale, dscale, bias = norm.token or (None, None, None)
-    launch(
-        _wide_backward_kernel, plan, chunks * splits,
+    samples, _ = norm.items(splits)
+    tensors = (
         norm.dy, norm.ds, norm.x, norm.weight, bias, scale, statistics.mean, statistics.rstd,
-        statistics.mean_g, statistics.projection, norm.dx, dscale, dweights, dbiases,
-        norm.tokens, N, norm.items(splits)[0], splits, norm.offset,
+        statistics.mean_g, statistics.projection, norm.dx, dscale,
     )  # fmt: skip
-    summed(dweights, norm.dweight)
-    summed(dbiases, norm.dbias)
+    numbers = (norm.tokens, N, samples, splits, norm.offset)
+    norm.launch(_wide_backward_kernel, plan, chunks * splits, splits, tensors, *numbers)

@@ -3,13 +3,18 @@ NCCL's, also of ranks that share a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import runpy
+import socket
+import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +59,26 @@ def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) 
     After a failure the ranks are not in step, and the checks after it fail too. Processes that take
     longer than `seconds` are killed.
     """
+    processes = ended(_run, ranks, seconds, checks, folder)
+    failed: dict[str, str] = {}
+    for check in checks:
+        for rank, process in enumerate(processes):
+            result = folder / f"{check.__name__}.{rank}"
+            text = result.read_text() if result.exists() else f"not finished in {seconds} s"
+            if text:
+                where = f"rank {rank} of {ranks}, whose process ended with {process.exitcode}"
+                failed[check.__name__] = f"{failed.get(check.__name__, '')}{where}: {text}\n"
+    return failed
+
+
+def ended(
+    target: Callable[..., None], ranks: int, seconds: float, *arguments: Any
+) -> list[BaseProcess]:
+    """The processes of so many ranks, each of which called `target(rank, ranks, *arguments)`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    processes = [
-        context.Process(target=_run, args=(rank, ranks, checks, folder)) for rank in range(ranks)
+    processes: list[BaseProcess] = [
+        context.Process(target=target, args=(rank, ranks, *arguments)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -68,15 +89,32 @@ def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) 
         if process.is_alive():
             process.kill()
             process.join()
-    failed: dict[str, str] = {}
-    for check in checks:
-        for rank, process in enumerate(processes):
-            result = folder / f"{check.__name__}.{rank}"
-            text = result.read_text() if result.exists() else f"not finished in {seconds} s"
-            if text:
-                where = f"rank {rank} of {ranks}, whose process ended with {process.exitcode}"
-                failed[check.__name__] = f"{failed.get(check.__name__, '')}{where}: {text}\n"
-    return failed
+    return processes
+
+
+def program(ranks: int, folder: Path, seconds: float, *words: str) -> tuple[list[Any], str]:
+    """The exit codes and the output of a program, a file or a module, that torchrun would start."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = ended(_program, ranks, seconds, folder, port, words)
+    output = "".join((folder / f"{rank}.txt").read_text() for rank in range(ranks))
+    return [process.exitcode for process in processes], output
+
+
+def _program(rank: int, ranks: int, folder: Path, port: int, words: tuple[str, ...]) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    # Without a GPU, so that the processes are the same on every machine.
+    os.environ.update(MASTER_ADDR="localhost", CUDA_VISIBLE_DEVICES="")
+    sys.argv = [*words]
+    run = runpy.run_path if words[0].endswith(".py") else runpy.run_module
+    with (folder / f"{rank}.txt").open("w") as file, contextlib.redirect_stdout(file):
+        try:
+            run(words[0], run_name="__main__")
+        except Exception:
+            traceback.print_exc(file=file)
+            raise
 
 
 def tests(checks: Mapping[int, Sequence[Check]], seconds: float) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import liger_ops
-from compiled_models import Inner, loss_of, results
+from compiled_models import Inner, aot_eager, loss_of, results
 
 # Mode -> its `use_reentrant`. A plain step is compiled as a function in which the logits are used
 # only for the loss; with checkpoints the model itself is compiled.
@@ -63,9 +63,11 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def check(model: Model, mode: str, expected: dict[str, Tensor]) -> Outcome:
-    """Train one step with the `liger` backend, and compare loss and gradients with `expected`, the
-    model's own.
+def check(
+    model: Model, mode: str, expected: dict[str, Tensor], run: Callable[..., Any] = aot_eager
+) -> Outcome:
+    """Train one step with the `liger` backend, whose graphs `run` compiles, and compare loss and
+    gradients with `expected`, the model's own.
 
     If they differ, or the backend raises, they are compared with those of the model compiled
     without rewrites.
@@ -74,7 +76,7 @@ def check(model: Model, mode: str, expected: dict[str, Tensor]) -> Outcome:
         AssertionError: the results differ, or the backend raises where the model itself does not.
         CannotTrain: the model itself cannot be compiled or trained in this mode.
     """
-    inner = Inner()
+    inner = Inner(run)
     options = {"inner_backend": inner, "rewrites": "all", "strict": True}
     actual, problem = None, None
     try:
