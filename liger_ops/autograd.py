@@ -14,7 +14,7 @@ from torch import Tensor
 from .record import Op
 from .torch_private import (
     AUTOGRAD,
-    AutoDispatchBelowAutograd,
+    BelowAutograd,
     DispatchKey,
     DispatchKeySet,
     ExcludeDispatchKeyGuard,
@@ -237,7 +237,7 @@ def below(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return function(*args, **kwargs)
 
     return run
@@ -284,7 +284,7 @@ def register(op: Op) -> None:
             keyset = keyset & after_autograd_keyset
             entry = entries.get(keyset.raw_repr())
             if entry is None:
-                with AutoDispatchBelowAutograd():
+                with BelowAutograd():
                     if keyset.has(_PYTHON):
                         before_subclasses()
                     return overload.redispatch(keyset, *args)

@@ -68,7 +68,8 @@ PARTS = {
     # The Autograd kernel of an op, 3 to 30 us faster than torch.library.register_autograd's.
     "DispatchKey": Part("torch._C:DispatchKey", _KEYS),
     "DispatchKeySet": Part("torch._C:DispatchKeySet", _KEYS),
-    "AutoDispatchBelowAutograd": Part("torch._C:_AutoDispatchBelowAutograd", _KERNELS),
+    # Below the tracking of views too: a result that a definition makes as one is no view.
+    "BelowAutograd": Part("torch._C:_AutoDispatchBelowADInplaceOrView", _KERNELS),
     "after_autograd_keyset": Part("torch._C:_after_autograd_keyset", _KERNELS),
     "any_requires_grad": Part("torch._C:_any_requires_grad", _KERNELS),
     # Keep Dynamo out of an op's own code.
@@ -211,7 +212,7 @@ PARTS = {
     ),
 }
 AUTOGRAD = (
-    *("DispatchKey", "DispatchKeySet", "AutoDispatchBelowAutograd"),
+    *("DispatchKey", "DispatchKeySet", "BelowAutograd"),
     *("after_autograd_keyset", "any_requires_grad"),
 )
 

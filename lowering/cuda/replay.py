@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...torch_private import AutoDispatchBelowAutograd, TorchDispatchMode, empty_strided_cuda
+from ...torch_private import BelowAutograd, TorchDispatchMode, empty_strided_cuda
 from .compiled import ALIGNMENT, MOST_COMPILED, Compiled, can_replay, current_stream, thread
 
 ALLOCATIONS = {
@@ -105,7 +105,7 @@ class Recording(NamedTuple):
             with torch.cuda.device(self.device):
                 return self.replay(tensors, addresses)
         stream = current_stream(self.device)
-        with AutoDispatchBelowAutograd() if self.computes else nullcontext():
+        with BelowAutograd() if self.computes else nullcontext():
             for step in self.steps:
                 step.run(tensors, addresses, stream)
         results = [None if i is None else tensors[i] for i in self.results]

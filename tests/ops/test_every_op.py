@@ -249,6 +249,14 @@ def test_gradient_present_exactly_when_required(op: OpUnderTest) -> None:
 
 
 @ONE_FORM
+def test_results_may_be_written_in_place(op: OpUnderTest) -> None:
+    """Autograd refuses to write to one of several views, as which a definition may make them."""
+    args, _ = differentiable(op, op.sample(torch.float32))
+    for output in op.results(op.overload()(*args)):
+        output.mul_(2.0)
+
+
+@ONE_FORM
 def test_backward_twice_is_bitwise_equal(op: OpUnderTest) -> None:
     """The first backward does not write to saved tensors."""
     args, tensors = differentiable(op, op.sample(torch.float32))
