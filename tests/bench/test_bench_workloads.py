@@ -37,29 +37,18 @@ from liger_ops.bench.workloads.losses import (
 )
 from liger_ops.bench.workloads.softmaxes import model_sparsemax
 
+HEAD = (7, 16, 50)
 TINY = {
-    "group_norm": (2, 64, 3, 3),
-    "rope": (2, 5, 4, 2, 8),
-    "rms_norm_rope": (2, 5, 4, 2, 8),
+    **dict.fromkeys(("lora_linear", "tiled_mlp", "linear_cross_entropy", "linear_log_prob"), HEAD),
+    **dict.fromkeys(("linear_divergence", "linear_top_k_divergence"), HEAD),
+    **dict.fromkeys(("mhc_coeffs", "mhc_pre", "mhc_post_res"), (6, 4, 32)),
+    **dict.fromkeys(("rope", "rms_norm_rope"), (2, 5, 4, 2, 8)),
+    **dict.fromkeys(("modulated_rms_norm", "modulated_layer_norm"), (2, 3, 32)),
+    **dict.fromkeys(("attn_res", "router_losses"), (3, 6, 32)),
     # As many words as rows, so that either is the number of rows that the forward reads.
-    "embedding": (6, 6, 32),
-    "attn_res": (3, 6, 32),
-    "lora_linear": (7, 16, 50),
-    "tiled_mlp": (7, 16, 50),
-    "moe_experts": (7, 2, 3, 16, 50),
-    "modulated_rms_norm": (2, 3, 32),
-    "modulated_layer_norm": (2, 3, 32),
-    "neighborhood_attention": (2, 140, 2, 8),
-    "multi_token_attention": (2, 3, 9),
-    "linear_cross_entropy": (7, 16, 50),
-    "linear_log_prob": (7, 16, 50),
-    "linear_divergence": (7, 16, 50),
-    "linear_top_k_divergence": (7, 16, 50),
-    "router_losses": (3, 6, 32),
-    "mhc_coeffs": (6, 4, 32),
-    "mhc_pre": (6, 4, 32),
-    "mhc_post_res": (6, 4, 32),
-}
+    "embedding": (6, 6, 32), "group_norm": (2, 64, 3, 3), "moe_experts": (7, 2, 3, 16, 50),
+    "neighborhood_attention": (2, 140, 2, 8), "multi_token_attention": (2, 3, 9),
+}  # fmt: skip
 EXPERTS = ("moe_experts",)
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 

@@ -41,10 +41,6 @@ class Placed(NamedTuple):
             )
         return results if isinstance(found, tuple) else results[0]
 
-    def sharing(self, axis: str) -> list[int]:
-        """The dimensions of the mesh that share an axis."""
-        return [i for i, sharded in enumerate(self.axes) if sharded == axis]
-
     def over(self, dimensions: Sequence[int], operation: str) -> Callable[[Tensor], Tensor]:
         """The reduction of a device's values over dimensions of the mesh."""
 

@@ -22,7 +22,7 @@ class Role(NamedTuple):
     otherwise: Any
 
 
-class Placed(NamedTuple):
+class TensorAxes(NamedTuple):
     """A tensor of a call: the axis of each dimension, None for one that is not sharded."""
 
     axes: list[str | None]
@@ -105,8 +105,8 @@ def shardable(sizes: dict[str, list[Any]], devices: int) -> list[str]:
 class Tensors(NamedTuple):
     """The tensors of a call; None for an argument or a result that is none."""
 
-    arguments: list[Placed | None]
-    results: list[Placed | None]
+    arguments: list[TensorAxes | None]
+    results: list[TensorAxes | None]
     # Axis -> its different sizes in the tensors: a list, because a symbolic size has no hash.
     sizes: dict[str, list[Any]]
 
@@ -114,7 +114,7 @@ class Tensors(NamedTuple):
         """The placements of results and of arguments, on one dimension of a mesh, that shard an
         axis, or nothing."""
 
-        def placed(tensors: Sequence[Placed | None]) -> Placements:
+        def placed(tensors: Sequence[TensorAxes | None]) -> Placements:
             return [t and (t.placement(axis) if axis else Replicate()) for t in tensors]
 
         return placed(self.results), placed(self.arguments)
@@ -150,12 +150,12 @@ def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -
             found.remove(1)
 
     arguments = [
-        Placed(named[argument.name], roles[argument.name][0].otherwise)
+        TensorAxes(named[argument.name], roles[argument.name][0].otherwise)
         if argument.name in roles
         else None
         for argument in op.schema.arguments
     ]
-    results: list[Placed | None] = []
+    results: list[TensorAxes | None] = []
     for i, result in enumerate(result_names(op, line)):
         if not is_computed(op, call, i, result):
             results.append(None)
@@ -171,7 +171,7 @@ def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -
                 results.append(None)
                 continue
             axes = dimensions(entry.axes, rows, columns)
-        results.append(Placed(axes, Partial()))
+        results.append(TensorAxes(axes, Partial()))
     return Tensors(arguments, results, sizes)
 
 

@@ -4,7 +4,7 @@ head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,24 +44,20 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     heads, (weights, items) = TwoHeads(call, shard), weights_and_items(call, result_dtype(call))
     made = heads.gradients(list(call.gradient_mask), in_forward=True)
     upstream = upstream_of_sum(call, weights)
-    chunks = []
-    for chunk, found in heads.with_statistics():
+    parts, surprisals = [], []
+    for chunk, part, surprisal in heads.with_statistics():
         if any(call.gradient_mask):
-            made.add(chunk.head, heads.dlogits(chunk, found, upstream))
-        chunks.append(found)
-    columns = zip(*(chunk.flat() for chunk in chunks), strict=True)
-    flat = [None if column[0] is None else torch.cat(column) for column in columns]
-    statistics, shape = Statistics.of_flat(flat), call.student_x.shape[:-1]
-    value, cross_entropy = reduced(call, statistics.found.divergence, weights, items), None
-    of_labels = [torch.zeros_like(statistics.found.divergence)] * 2
-    if statistics.lse is not None and statistics.lse_error is not None:
-        assert statistics.nll is not None
-        cross_entropy = reduced(call, statistics.nll, weights, items)
-        of_labels = [x.to(weights.dtype) for x in (statistics.lse, statistics.lse_error)]
+            made.add(chunk.head, heads.dlogits(chunk, part, upstream))
+        parts.append(part)
+        surprisals += [] if surprisal is None else [surprisal]
+    statistics, cross_entropy = torch.cat(parts, 1), None
+    of_tokens, *_ = statistics.unbind()
+    value = reduced(call, of_tokens, weights, items)
+    if surprisals:
+        cross_entropy = reduced(call, torch.cat(surprisals), weights, items)
     loss = mixed(call, value, cross_entropy)
-    numbers = torch.stack([*statistics.found, *of_labels]).reshape(-1, *shape)
-    computed = shaped(made.results(), call)
-    return loss, value, cross_entropy, numbers, *computed, None
+    statistics = statistics.reshape(-1, *call.student_x.shape[:-1])
+    return loss, value, cross_entropy, statistics, *shaped(made.results(), call), None
 
 
 def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
@@ -74,34 +70,11 @@ def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
         return tuple(done)
     weights = token_weights(call, result_dtype(call)).reshape(-1)
     upstream = upstream_of_tokens(call, weights, items)
-    *found, lse, error = call.statistics.flatten(1).unbind()
-    of_labels = (None, None, None) if call.target is None else (lse, error, None)
-    statistics, heads = Statistics(Found(*found), *of_labels), TwoHeads(call, shard)
+    statistics, heads = call.statistics.flatten(1), TwoHeads(call, shard)
     made = heads.gradients(missing, in_forward=False)
     for chunk in heads.chunks():
-        made.add(chunk.head, heads.dlogits(chunk, statistics.of(chunk.tokens), upstream))
+        made.add(chunk.head, heads.dlogits(chunk, statistics[:, chunk.tokens], upstream))
     return both(done, shaped(made.results(), call))
-
-
-class Statistics(NamedTuple):
-    """Of each token and all words: those of the divergence, and lse, its error and the target's
-    surprisal at temperature 1, which are None without labels."""
-
-    found: Found
-    lse: Tensor | None
-    lse_error: Tensor | None
-    nll: Tensor | None
-
-    def flat(self) -> list[Tensor | None]:
-        return [*self.found, self.lse, self.lse_error, self.nll]
-
-    @staticmethod
-    def of_flat(values: Sequence[Tensor | None]) -> Statistics:
-        *found, lse, error, nll = values
-        return Statistics(Found(*(value for value in found if value is not None)), lse, error, nll)
-
-    def of(self, tokens: slice) -> Statistics:
-        return Statistics.of_flat([None if x is None else x[tokens] for x in self.flat()])
 
 
 class Chunk(NamedTuple):
@@ -148,17 +121,17 @@ class TwoHeads:
             labels = None if self.labels is None else self.labels.of(tokens)
             yield Chunk(tokens, head, head.logits(), taught, labels)
 
-    def with_statistics(self) -> Iterator[tuple[Chunk, Statistics]]:
-        """Yield each chunk and its statistics, which are gathered while the logits of the next one
-        are computed."""
+    def with_statistics(self) -> Iterator[tuple[Chunk, Tensor, Tensor | None]]:
+        """Yield each chunk with the op's statistics of all words and the surprisal of each target,
+        which are gathered while the logits of the next one are computed."""
         last = None
         for chunk in self.chunks():
             gathering = start_gather(self._local(chunk), 0, self.shard.group)
             if last is not None:
-                yield last[0], self._of_all_ranks(*last)
+                yield self._of_all_ranks(*last)
             last = chunk, gathering
         assert last is not None
-        yield last[0], self._of_all_ranks(*last)
+        yield self._of_all_ranks(*last)
 
     def _local(self, chunk: Chunk) -> Tensor:
         parts = divergence.local_statistics(self._divergence(chunk))
@@ -168,7 +141,7 @@ class TwoHeads:
         of_loss = local_statistics(LOSS, call, chunk.labels, self.shard)
         return torch.cat([parts, of_loss.to(parts.dtype)])
 
-    def _of_all_ranks(self, chunk: Chunk, gathering: Tensor) -> Statistics:
+    def _of_all_ranks(self, chunk: Chunk, gathering: Tensor) -> tuple[Chunk, Tensor, Tensor | None]:
         ranks = of_each_rank(wait(gathering), gathering.shape[0] // self.shard.ranks)
         lse = error = nll = None
         if chunk.labels is not None:
@@ -181,15 +154,18 @@ class TwoHeads:
         found = divergence.of_all_ranks(
             ranks.flatten(0, 1), self._divergence(chunk), self.shard.group
         )
-        return Statistics(found, lse, error, nll)
+        none = torch.zeros_like(found.divergence)
+        of_cross_entropy = [none if x is None else x for x in (lse, error)]
+        return chunk, torch.stack([*found, *of_cross_entropy]), nll
 
-    def dlogits(self, chunk: Chunk, statistics: Statistics, upstream: Upstream) -> Tensor:
+    def dlogits(self, chunk: Chunk, statistics: Tensor, upstream: Upstream) -> Tensor:
         """The gradient of the chunk's logits, from those of every token's divergence and
         cross-entropy."""
+        *found, lse, error = statistics.unbind()
         soft, hard = (None if grad is None else grad[chunk.tokens] for grad in upstream)
-        total = None if soft is None else self._of_divergence(chunk, statistics.found, soft)
+        total = None if soft is None else self._of_divergence(chunk, Found(*found), soft)
         if hard is not None:
-            part = self._of_labels(chunk, statistics, hard)
+            part = self._of_labels(chunk, lse, error, hard)
             total = part if total is None else total + part
         return torch.zeros_like(chunk.logits) if total is None else total
 
@@ -208,10 +184,8 @@ class TwoHeads:
         slope = logit_scale * (1 - (call.student_logits / softcap).square())
         return (gradient * slope).to(chunk.logits.dtype)
 
-    def _of_labels(self, chunk: Chunk, statistics: Statistics, hard: Tensor) -> Tensor:
+    def _of_labels(self, chunk: Chunk, lse: Tensor, error: Tensor, hard: Tensor) -> Tensor:
         assert chunk.labels is not None
-        assert statistics.lse is not None and statistics.lse_error is not None
-        lse, error = statistics.lse, statistics.lse_error
         dlse = torch.where(chunk.labels.target == IGNORED, 0.0, hard)
         if chunk.logits.dtype is not torch.float64:
             # They are float64 if the teacher's logits alone are.

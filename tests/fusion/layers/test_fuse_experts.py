@@ -159,7 +159,13 @@ def test_autocast_is_that_of_the_implementation(implementation: str, dtype: torc
     torch.testing.assert_close(found[1], found[0], **bounds)
 
 
-@pytest.mark.parametrize("name", [None, "liger"])
+# Dynamo of torch 2.11 calls no function of a module while it traces.
+TRACES_BY_NAME = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="compiled by name, experts need torch 2.13"
+)
+
+
+@pytest.mark.parametrize("name", [None, pytest.param("liger", marks=TRACES_BY_NAME)])
 def test_changing_numbers_of_tokens_are_one_graph(name: str | None) -> None:
     recorder, module = Recorder(), experts()
     if name:

@@ -62,7 +62,9 @@ def adapted(op: str, reduction: str = "mean") -> Callable[..., Tensor]:
             losses = losses / 2 + soft * (target.flatten() != -100)
         if op != "linear_log_prob":
             kept = (target != -100).sum()
-            return losses.square().sum() if reduction == "none" else losses.sum() / kept
+            if reduction == "none":
+                return losses.square().sum()
+            return losses.sum() / (1 if reduction == "sum" else kept)
         log_p = logits.log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1) * (target != -100)
         return (-losses).sin().sum() + entropy.square().sum()
@@ -99,8 +101,11 @@ def head(dtype: torch.dtype = torch.float64, rows: int = 3) -> tuple[Tensor, ...
 
 FORMS = pytest.mark.parametrize(
     "op, reduction",
-    ((OPS[0], "mean"), (OPS[0], "none"), (OPS[1], ""), (OPS[2], "mean"), (OPS[2], "none")),
-)
+    (
+        (OPS[0], "mean"), (OPS[0], "sum"), (OPS[0], "none"), (OPS[1], ""), (OPS[2], "mean"),
+        (OPS[2], "none"),
+    ),
+)  # fmt: skip
 
 
 @FORMS
@@ -141,7 +146,7 @@ def test_only_the_adapter_and_x_have_gradients(op: str, reduction: str) -> None:
     (backward, *_) = calls.arguments(f"{op}_backward")
     call = library.OPS[f"{op}_backward"].arguments(*backward)
     assert call.output_mask == [True, False, False, True, True]
-    if reduction == "mean":
+    if reduction in ("mean", "sum"):
         assert calls.masks(f"{op}_forward") == [[True, False, False, True, True]]
     expected = torch.autograd.grad(adapted(op, reduction)(x, weight, bias, a, b), (x, a, b))
     for gradient, again, value in zip(first, second, expected, strict=True):

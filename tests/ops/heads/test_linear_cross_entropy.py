@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from head_bounds import (
     assert_gradients_match,
     assert_no_further,
+    drawn,
     gradient_bounds,
     head_fields,
     logits_of,
@@ -91,12 +91,7 @@ def gradient_roundings(case: HeadCase, tensors: Tensors) -> dict[str, float]:
     return found
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
+@drawn(cases(), *EXAMPLES)
 def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
     """Every result, and the gradients that the forward computes, of the sum of the losses."""
     tensors = OP.tensors(case)
@@ -148,12 +143,7 @@ def test_backward_of_what_the_forward_computed(
     torch.testing.assert_close(found[2], BACKWARD.definition(*args)[2])
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
+@drawn(cases(), *EXAMPLES)
 def test_backward_matches_truth(folder: str, case: HeadCase) -> None:
     tensors = OP.tensors(case)
     tensors |= {name: tensors[name] if wanted else None

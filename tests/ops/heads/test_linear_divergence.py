@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +17,7 @@ import op_checks
 from head_bounds import (
     assert_gradients_match,
     assert_no_further,
+    drawn,
     head_fields,
     implementation_of,
     run,
@@ -34,7 +36,7 @@ FORWARD, BACKWARD = (library.OPS[f"linear_divergence_{name}"] for name in ("forw
 FULL = TwoHeadsCase(
     shape=(7,), V=66, W=60, dtype=torch.float32, temperature=0.7, teacher_temperature=1.5,
     softcap=5.0, teacher_softcap=4.0, logit_scale=0.5, teacher_logit_scale=1.5, beta=0.3,
-    soft_weight=0.7, hard_weight=0.4, token_weight=True, chunk_bytes=1100,
+    soft_weight=0.7, hard_weight=0.4, token_weight=True, chunk_bytes=1100, return_entropy=True,
 )  # fmt: skip
 EXAMPLES = (
     FULL,
@@ -149,16 +151,7 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
             compare(a, b)
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 5)
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
-@example(case=ADAPTED[0])
-@example(case=ADAPTED[1])
-@example(case=MORE_CLASSES)
+@drawn(cases(), *EXAMPLES, *ADAPTED, MORE_CLASSES, fewer=5)
 def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(case, tensors)
@@ -182,15 +175,29 @@ def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
             assert_no_further(label, outputs[i], references[i], truths[i], error + 1e-12)
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 5)
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
-@example(case=ADAPTED[0])
-@example(case=ADAPTED[1])
+@drawn(cases(), FULL, fewer=2)
+def test_the_entropy_matches_truth_and_changes_nothing_else(
+    folder: str, case: TwoHeadsCase
+) -> None:
+    case = replace(case, return_entropy=True)
+    tensors = OP.tensors(case)
+    args = OP.forward_args(case, tensors)
+    *others, found = FORWARD.kernels[folder](*args)
+    z, _ = logits_of(case, tensors)
+    log_q = (z / case.temperature).log_softmax(-1)
+    truth = -(log_q.exp() * log_q).sum(-1)
+    if case.has_target:
+        truth = torch.where(tensors["target"] == -100, 0.0, truth)
+    error = 2 * Bounds(case, tensors).logit / case.temperature * (1 + math.log(case.V))
+    assert_no_further(f"{folder} {case}", found, FORWARD.definition(*args)[-1], truth, error)
+    args = OP.forward_args(replace(case, return_entropy=False), tensors)
+    *without, nothing = FORWARD.kernels[folder](*args)
+    assert nothing is None
+    for a, b in zip(others, without, strict=True):
+        assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@drawn(cases(), *EXAMPLES, *ADAPTED, fewer=5)
 def test_backward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
     truths = BACKWARD.definition(*truth_args(OP, case, tensors, True))
@@ -337,3 +344,16 @@ def test_the_teacher_is_a_constant(name: str) -> None:
         liger_ops.linear_divergence(X, WEIGHT, **given)
     with torch.no_grad():
         liger_ops.linear_divergence(X, WEIGHT, **given)
+
+
+def test_the_entropy_has_no_gradient() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    teacher = torch.randn(6, 5)
+    given = {"teacher_logits": teacher, "target": torch.tensor([0, -100, 1, 2, 3, 4])}
+    loss, *_, entropy = liger_ops.linear_divergence_forward(
+        x, weight, **given, temperature=0.5, return_entropy=True
+    )
+    assert loss.requires_grad and not entropy.requires_grad
+    expected = torch.distributions.Categorical(logits=F.linear(x, weight) / 0.5).entropy()
+    torch.testing.assert_close(entropy, expected.detach() * (given["target"] != -100))
+    torch.autograd.grad(loss, (x, weight))

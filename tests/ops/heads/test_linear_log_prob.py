@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from graphs import Recorder, liger_ops_of
 from head_bounds import (
     assert_gradients_match,
     assert_no_further,
+    drawn,
     gradient_bounds,
     head_fields,
     logits_of,
@@ -28,7 +27,7 @@ from liger_ops import library
 from linear_log_prob_cases import LogProbHeadCase
 from log_prob_cases import ASKED, UPSTREAM
 from op_table import OPS
-from op_under_test import EVERY_FOLDER, Tensors
+from op_under_test import Tensors
 
 OP = OPS["linear_log_prob_forward"]
 FORWARD, BACKWARD = (library.OPS[f"linear_log_prob_{name}"] for name in ("forward", "backward"))
@@ -43,12 +42,7 @@ def cases(draw: st.DrawFn) -> LogProbHeadCase:
     return LogProbHeadCase(**head_fields(draw, 3))
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
+@drawn(cases(), *EXAMPLES)
 def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(replace(case, **dict.fromkeys(ASKED, True)), tensors)
@@ -67,12 +61,7 @@ def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
         assert_no_further(f"{folder} {case}", output, reference, truth, bound)
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=cases())
-@example(case=EXAMPLES[0])
-@example(case=EXAMPLES[1])
-@example(case=EXAMPLES[2])
+@drawn(cases(), *EXAMPLES)
 def test_backward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
     truths = op_checks.true_gradients(OP, case, tensors)

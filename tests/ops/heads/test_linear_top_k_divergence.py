@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +18,7 @@ import op_checks
 from head_bounds import (
     assert_gradients_match,
     assert_no_further,
+    drawn,
     gradient_bounds,
     head_fields,
     logits_of,
@@ -43,9 +43,7 @@ def cases(draw: st.DrawFn) -> TopKCase:
     return TopKCase(**fields | {"K": min(fields["V"], fields["K"])})
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=cases())
+@drawn(cases())
 def test_forward_matches_truth(folder: str, case: TopKCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(case, tensors)
@@ -60,9 +58,7 @@ def test_forward_matches_truth(folder: str, case: TopKCase) -> None:
         assert_no_further(f"{folder} {case}", *finite, error)
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=cases())
+@drawn(cases())
 def test_backward_matches_truth(folder: str, case: TopKCase) -> None:
     tensors = OP.tensors(case)
     truths, bounds = true_gradients(case, tensors), gradient_roundings(case, tensors)

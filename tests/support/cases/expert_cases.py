@@ -256,7 +256,7 @@ OPS = (
         shaping=("x", "gate_up", "down", "top_k_index"),
         rowwise=(),
         multiplies=True,
-        cost=4,
+        cost=3,
         autocast_as="linear",
         autocast_keeps=("top_k_weights",),
     ),

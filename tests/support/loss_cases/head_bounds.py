@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import op_checks
 from liger_ops import library
-from op_under_test import DY_LAYOUTS, X_LAYOUTS, OpUnderTest, Tensors, max_abs
+from op_under_test import DY_LAYOUTS, EVERY_FOLDER, X_LAYOUTS, OpUnderTest, Tensors, max_abs
 
 MOSTLY = st.sampled_from((True, True, True, False))
 
@@ -57,6 +59,18 @@ def run(op: OpUnderTest, folder: str, backward: bool, args: tuple[Any, ...]) -> 
     op_checks.assert_own_memory(args, outputs)
     op_checks.assert_allocated_as_meta(op, backward, args, outputs)
     return outputs
+
+
+def drawn(cases: Any, *examples: Any, fewer: int = 1) -> Callable[..., Any]:
+    """Decorate a test of each device's kernels: it runs with drawn cases, and with these."""
+
+    def decorate(test: Callable[..., Any]) -> Any:
+        for case in reversed(examples):
+            test = example(case=case)(test)
+        test = settings(max_examples=settings().max_examples // fewer)(given(case=cases)(test))
+        return pytest.mark.device_kernels(EVERY_FOLDER(test))
+
+    return decorate
 
 
 def truth_args(op: OpUnderTest, case: Any, tensors: Tensors, backward: bool) -> tuple[Any, ...]:
