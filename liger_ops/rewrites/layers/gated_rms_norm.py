@@ -14,54 +14,8 @@ from ..engine.pattern import Match, Pattern
 from ..engine.rewrite import Refused, before_widening, number
 
 Activation = Callable[[Tensor], Tensor]
+_WIDE = torch.float32
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-
-
-def qwen3_next(activation: Activation) -> Callable[..., Tensor]:
-    return lambda x, gate, weight, eps: (
-        weight * _norm(x.to(torch.float32), eps).to(x.dtype) * activation(gate.to(torch.float32))
-    ).to(x.dtype)
-
-
-def kimi_linear(activation: Activation) -> Callable[..., Tensor]:
-    return lambda x, gate, weight, eps: (
-        weight.to(torch.float32) * _norm(x.to(torch.float32), eps)
-        * activation(gate.to(torch.float32))
-    ).to(x.dtype)  # fmt: skip
-
-
-def one_group_after(activation: Activation) -> Callable[..., Tensor]:
-    """Mamba 2 in versions of transformers without groups."""
-    return lambda x, gate, weight, eps: (
-        weight * _norm(x.to(torch.float32) * activation(gate.to(torch.float32)), eps).to(x.dtype)
-    )
-
-
-def mamba2(activation: Activation) -> Callable[..., Tensor]:
-    return lambda x, gate, weight, eps, groups, whole: (
-        weight
-        * _norm((x.to(torch.float32) * activation(gate.to(torch.float32))).view(groups), eps)
-        .view(whole)
-        .to(x.dtype)
-    )
-
-
-def falcon_h1(activation: Activation) -> Callable[..., Tensor]:
-    return lambda x, gate, weight, eps, groups, weight_groups, whole: (
-        (weight.view(weight_groups) * _norm(x.to(torch.float32).view(groups), eps)).view(whole)
-        * activation(gate.to(torch.float32))
-    ).to(x.dtype)
-
-
-def falcon_h1_after(activation: Activation) -> Callable[..., Tensor]:
-    return lambda x, gate, weight, eps, groups, weight_groups, whole: (
-        (
-            weight.view(weight_groups)
-            * _norm((x * activation(gate.to(torch.float32))).view(groups), eps)
-        )
-        .view(whole)
-        .to(x.dtype)
-    )
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:
@@ -98,18 +52,49 @@ def _group_size(match: Match) -> Any:
 _ROWS: dict[str, Any] = {"x": (2, 3, 8), "gate": (2, 3, 8), "weight": (8,), "eps": 1e-6}
 _GROUPS: dict[str, Any] = {**_ROWS, "groups": [2, 3, 2, 4], "whole": [2, 3, 8]}
 _ALL_GROUPS: dict[str, Any] = {**_GROUPS, "weight_groups": [2, 4]}
-# The code, its examples, whether the norm is before the gate, and where the code rounds.
-FORMS: tuple[tuple[Callable[[Activation], Callable[..., Tensor]], dict[str, Any], bool, str], ...]
-FORMS = (
-    (qwen3_next, _ROWS, True, "llama"),
-    (kimi_linear, _ROWS, True, "gemma"),
-    (falcon_h1, _ALL_GROUPS, True, "gemma"),
-    (one_group_after, _ROWS, False, "llama"),
-    (mamba2, _GROUPS, False, "llama"),
-    (falcon_h1_after, _ALL_GROUPS, False, "gemma"),
-)
+
+
+def forms(activation: Activation) -> tuple[tuple[Callable[..., Tensor], Any, bool, str], ...]:
+    """The code of models, its examples, whether the norm is before the gate, and where the code
+    rounds."""
+
+    def opened(gate: Tensor) -> Tensor:
+        return activation(gate.to(_WIDE))
+
+    qwen3_next = lambda x, gate, weight, eps: (
+        weight * _norm(x.to(_WIDE), eps).to(x.dtype) * opened(gate)
+    ).to(x.dtype)
+    kimi_linear = lambda x, gate, weight, eps: (
+        weight.to(_WIDE) * _norm(x.to(_WIDE), eps) * opened(gate)
+    ).to(x.dtype)
+    falcon_h1 = lambda x, gate, weight, eps, groups, weight_groups, whole: (
+        (weight.view(weight_groups) * _norm(x.to(_WIDE).view(groups), eps)).view(whole)
+        * opened(gate)
+    ).to(x.dtype)
+    # Mamba 2 in versions of transformers without groups.
+    one_group_after = lambda x, gate, weight, eps: (
+        weight * _norm(x.to(_WIDE) * opened(gate), eps).to(x.dtype)
+    )
+    mamba2 = lambda x, gate, weight, eps, groups, whole: (
+        weight * _norm((x.to(_WIDE) * opened(gate)).view(groups), eps).view(whole).to(x.dtype)
+    )
+    falcon_h1_after = lambda x, gate, weight, eps, groups, weight_groups, whole: (
+        (weight.view(weight_groups) * _norm((x * opened(gate)).view(groups), eps))
+        .view(whole)
+        .to(x.dtype)
+    )
+    return (
+        (qwen3_next, _ROWS, True, "llama"),
+        (kimi_linear, _ROWS, True, "gemma"),
+        (falcon_h1, _ALL_GROUPS, True, "gemma"),
+        (one_group_after, _ROWS, False, "llama"),
+        (mamba2, _GROUPS, False, "llama"),
+        (falcon_h1_after, _ALL_GROUPS, False, "gemma"),
+    )
+
+
 SPELLINGS = [
-    (Pattern(form(activation), **examples), _op(norm_before_gate, name, casting_mode))
-    for form, examples, norm_before_gate, casting_mode in FORMS
+    (Pattern(code, **examples), _op(norm_before_gate, name, casting_mode))
     for name, activation in ACTIVATIONS.items()
+    for code, examples, norm_before_gate, casting_mode in forms(activation)
 ]

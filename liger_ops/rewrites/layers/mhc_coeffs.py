@@ -70,17 +70,9 @@ class Spelling:
 
 
 def spelling(rows: Rows) -> Spelling:
-    def pre(
-        x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, pre_eps: float
-    ) -> Tensor:
-        logits = mix(rows, x, fn, rms_eps)[0] * scale.unbind(0)[0] + bias(x, base)[0]
-        return torch.sigmoid(logits) + pre_eps
-
-    def post(
-        x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, post_mult: float
-    ) -> Tensor:
-        logits = mix(rows, x, fn, rms_eps)[1] * scale.unbind(0)[1] + bias(x, base)[1]
-        return post_mult * torch.sigmoid(logits)
+    def gate(part: int, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Any:
+        logits = mix(rows, x, fn, rms_eps)[part] * scale.unbind(0)[part] + bias(x, base)[part]
+        return torch.sigmoid(logits)
 
     def softmax(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Tensor:
         hc = x.shape[-2]
@@ -92,8 +84,8 @@ def spelling(rows: Rows) -> Spelling:
         "x": (5, 7, 2, 3), "fn": (8, 6), "base": (8,), "scale": (3,), "rms_eps": 1e-6,
     }  # fmt: skip
     return Spelling(
-        Pattern(pre, **sizes, pre_eps=0.5),
-        Pattern(post, **sizes, post_mult=2.5),
+        Pattern(lambda pre_eps, **of: gate(0, **of) + pre_eps, **sizes, pre_eps=0.5),
+        Pattern(lambda post_mult, **of: post_mult * gate(1, **of), **sizes, post_mult=2.5),
         Pattern(softmax, **sizes),
     )
 

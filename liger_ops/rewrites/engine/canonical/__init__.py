@@ -5,7 +5,9 @@ operator, for a default that is written or omitted, and for dimensions counted f
 is None for an operation without a spelling; None matches nothing.
 
 A spelling is a Python function with the signature of the operation, so that Python binds the
-arguments. A call that Python cannot bind, or whose further arguments change the result, is None.
+arguments, or the signature itself, if the form has its arguments (`declared`). A call that cannot
+be bound, or whose further arguments change the result, is None. A call of an op of liger_ops has
+all arguments of the op's definition.
 Importing the modules of this package registers their spellings.
 """
 

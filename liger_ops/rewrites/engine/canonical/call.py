@@ -94,8 +94,9 @@ def canonical(node: Any) -> Call | None:
 
 
 def _canonical(node: fx.Node) -> Call | None:
-    for _, given in bound([node]):
-        return Call(f"liger.{op_of(node)}", tuple(given.values()))
+    if (op := op_of(node)) is not None:
+        ((_, given),) = bound([node])
+        return Call(f"liger.{op}", tuple(given.values()))
     function = FUNCTIONS.get(node.target) if node.op == "call_function" else None
     spelling = function or METHODS.get(_method(node))
     if spelling is None:
@@ -185,22 +186,24 @@ def declared(op: str, signature: str, *targets: Any) -> None:
     """
     pattern = re.compile(r"(\w+)([?!+]?)(?:=(\S+))?")
     found = [part.groups() for part in pattern.finditer(signature)]
-    names, kinds, _ = zip(*found, strict=True)
+    names = {name: kind for name, kind, _ in found}
     defaults = {name: ast.literal_eval(text) for name, _, text in found if text}
+    fixed = [(name, defaults[name]) for name, kind in names.items() if kind == "!"]
+    kept = [
+        (name, dimensions if kind else _CONVERTED.get(name, _as_it_is))
+        for name, kind in names.items()
+        if kind in ("", "+")
+    ]
 
     @spelled(*targets)
     def spelling(*args: Any, **kwargs: Any) -> Call | None:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if given.keys() != set(names) or len(args) > len(names):
+        if given.keys() != names.keys() or len(args) > len(names):
             raise TypeError(f"{op} takes {signature}")
-        x, values = given[names[0]], []
-        for name, kind in zip(names, kinds, strict=True):
-            if kind == "!" and given[name] != defaults[name]:
-                return None
-            convert = dimensions if kind == "+" else _CONVERTED.get(name, _as_it_is)
-            if kind in ("", "+"):
-                values.append(convert(x, given[name]))
-        return Call(op, tuple(values))
+        if any(given[name] != default for name, default in fixed):
+            return None
+        x = given[found[0][0]]
+        return Call(op, tuple([convert(x, given[name]) for name, convert in kept]))
 
 
 def _as_it_is(x: Any, argument: Any) -> Any:

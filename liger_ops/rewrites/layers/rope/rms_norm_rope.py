@@ -8,8 +8,7 @@ rms_norm is off by default with Inductor.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -38,8 +37,7 @@ from .. import layer_norm, rms_norm
 OP = "rms_norm_rope"
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NamedTuple):
     """The norm of a rotated tensor."""
 
     root: fx.Node
@@ -47,12 +45,12 @@ class Norm:
     weight: fx.Node | None
     # eps, offset and casting mode.
     options: tuple[Any, ...]
-    # The views of the norm's result that is rotated, in their order.
-    views: tuple[View, ...]
     # Nodes that only the rotation needs: the norm's operations, and the views.
     nodes: frozenset[fx.Node]
     # Whether the norm runs in the dtypes of its inputs, under autocast too.
     is_outside: bool
+    # The views of the norm's result that is rotated, in their order.
+    views: tuple[View, ...] = ()
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -146,9 +144,7 @@ def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
             if found is not None:
                 if changed is not None:
                     raise Refused(f"the norm's result is {changed} before the rotation")
-                x, weight, options, nodes, is_outside = found
-                views.reverse()
-                return Norm(node, x, weight, options, tuple(views), nodes | passed, is_outside)
+                return found._replace(views=tuple(views[::-1]), nodes=found.nodes | passed)
             passed.add(node)
         call = canonical(node)
         if call is None:
@@ -170,11 +166,7 @@ def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
     return None
 
 
-# x, weight, options and nodes of a norm, and whether it runs in the dtypes of its inputs.
-Found = tuple[fx.Node, fx.Node | None, tuple[Any, ...], frozenset[fx.Node], bool]
-
-
-def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
+def _norm_at(node: Any, state: GraphState) -> tuple[Norm | None, str | None]:
     """The norm whose last operation is `node`, or how it differs from the op's.
 
     Raises Refused for a norm that is the op's, but cannot be replaced.
@@ -183,7 +175,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
         return None, None
     if (op := calls(node, "liger.rms_norm")) is not None:
         x, weight, *options = op.args
-        return (x, weight, tuple(options), frozenset({node}), is_marked(node)), None
+        return Norm(node, x, weight, tuple(options), frozenset({node}), is_marked(node)), None
     difference, refused = None, None
     last = last_operation(node)
     with state.modes_of(node):
@@ -204,7 +196,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
                 refused = refused or error
             else:
                 is_outside = runs_outside(match, replacement)
-                return (x, weight, tuple(options), match.nodes, is_outside), None
+                return Norm(node, x, weight, tuple(options), match.nodes, is_outside), None
     if refused is not None:
         raise refused
     return None, difference
