@@ -185,6 +185,7 @@ def compiled(
         "kernel": kernel.__name__,
         "target": target,
         "options": {key: str(value) for key, value in options.items()},
+        "has_products": "tt.dot" in result.asm["ttir"],
         **resources(result, TARGETS[target]),
     }
 
@@ -211,7 +212,8 @@ def main(arguments: list[str]) -> None:
         "--heaviest",
         nargs="*",
         default=[],
-        help="compile the launches of each kernel and dtype that need most registers on the first",
+        help="compile the launch of each kernel that needs most registers on the first, and of"
+        " each dtype where the kernel has matrix products",
     )
     options = parser.parse_args(arguments)
     launches = record_launches()
@@ -225,7 +227,7 @@ def main(arguments: list[str]) -> None:
             record = compiled(*launch, target)
             print(json.dumps(record), flush=True)
             dtype = next(arg.dtype for arg in launch[1] if isinstance(arg, torch.Tensor))
-            key = (record["kernel"], dtype)
+            key = (record["kernel"], record["has_products"] and dtype)
             if target == options.targets[0] and record["registers"] > heaviest.get(key, (-1,))[0]:
                 heaviest[key] = (record["registers"], launch)
     for target in options.heaviest:
