@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import ranks
 from adapted_heads import adapted, styled
-from fused_families import VOCABULARY, Family
+from fused_families import EXPERTS, VOCABULARY, Family, text
 from liger_ops import backend, fuse
 from parallel_plans import parallel
 from plans_of_transformers import loaded
@@ -162,7 +162,10 @@ def loaded_with_a_plan_of_transformers() -> None:
 
 def experts_on_ranks() -> None:
     """A rank holds whole experts, and ids of the other ranks' experts are sentinels."""
-    one, world = made(MIXTURE), dist.get_world_size()
+    # A head of keys and an expert for each of four ranks.
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "num_key_value_heads": 4}
+    one = made(text("Qwen3Moe", 9, "moe_experts", **sizes, **EXPERTS))
+    world = dist.get_world_size()
     model = loaded(one, "grouped_mm", ep_size=world, tp_plan="auto", tp_size=world)
     loss_of(model)(**batch(0, 1)).backward()
     model.zero_grad()
@@ -268,7 +271,7 @@ def sharded_over(model: Any, over: Any, head_by_itself: bool) -> None:
         fully_shard(module, mesh=over)
 
 
-WITH_FOUR = [sharded_twice, adapters_are_sharded_twice]
+WITH_FOUR = [sharded_twice, adapters_are_sharded_twice, experts_on_ranks]
 if torch.__version__ >= "2.13":
     # transformers 5.17 with torch 2.11 fails to load shards of shards.
     WITH_FOUR.append(sharded_twice_by_plans_of_transformers)
