@@ -78,16 +78,6 @@ def test_phi_in_float64_runs_the_definition() -> None:
     assert all(result.dtype is FP32 for result in OP.kernel(FOLDERS[0])(*args))
 
 
-def test_what_is_refused() -> None:
-    case = OP.sample(FP32)
-    for name, wrong, message in (
-        ("phi", (14, 7), "phi must have the shape of (hc * C, hc * hc + 2 * hc), (14, 8), got (14"),
-        ("alpha_res", (1,), "alpha_res must have the shape of a number, (), got (1,)"),
-    ):
-        args = OP.forward_args(case, {**OP.tensors(case), name: torch.randn(wrong)})
-        op_checks.assert_rejects(OP, args, message)
-
-
 def test_rows_and_columns_sum_to_one() -> None:
     case = OP.case(shape=(20, 4, 16), dtype=FP32, tmax=50)
     h_res = liger_ops.mhc_coeffs(*OP.forward_args(case, OP.tensors(case)))[2]

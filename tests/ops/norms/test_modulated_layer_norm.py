@@ -142,14 +142,3 @@ def test_module_is_the_op() -> None:
     assert liger_ops.nn.ModulatedLayerNorm(64, elementwise_affine=True, bias=False).bias is None
     with pytest.raises(ValueError, match=r"^ModulatedLayerNorm: x must be \(\.\.\., 64\)"):
         bare(x[..., :4], scale[..., :4])
-
-
-def test_rejects() -> None:
-    x = torch.zeros(2, 3, 8)
-    for args, message in (
-        ((x, torch.zeros(3, 8)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x, torch.zeros(1, 3, 8)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x[0], torch.zeros(2, 8)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x, torch.zeros(2, 8), torch.zeros(8)), "shift must have the shape of scale, (2, 8), got"),
-    ):
-        op_checks.assert_rejects(OP, args, message)

@@ -28,4 +28,4 @@ test_module_is_torchs = softmax_checks.module_is_torchs(
 
 
 def test_rejects() -> None:
-    softmax_checks.assert_rejects(OP, liger_ops.nn.LogSoftmax, "LogSoftmax")
+    softmax_checks.assert_rejects(liger_ops.nn.LogSoftmax, "LogSoftmax")

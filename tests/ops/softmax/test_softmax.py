@@ -20,4 +20,4 @@ test_module_is_torchs = softmax_checks.module_is_torchs(liger_ops.nn.Softmax, to
 
 
 def test_rejects() -> None:
-    softmax_checks.assert_rejects(OP, liger_ops.nn.Softmax, "Softmax")
+    softmax_checks.assert_rejects(liger_ops.nn.Softmax, "Softmax")
