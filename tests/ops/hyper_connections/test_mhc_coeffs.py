@@ -131,7 +131,7 @@ def test_agrees_with_the_models_code(model: type[nn.Module], dtype: torch.dtype)
         torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=tolerance)
 
 
-def test_modules_are_the_ops() -> None:
+def test_the_module_around_a_layer() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(8, 8, dtype=BF16)
     mhc = liger_ops.nn.MHC(layer, hc=3, hidden_size=8, tmax=5, pre_eps=0.1)
@@ -140,8 +140,8 @@ def test_modules_are_the_ops() -> None:
     coeffs = liger_ops.nn.MHCCoeffs(3, 8, 5, pre_eps=0.1)
     coeffs.load_state_dict({name: mhc.state_dict()[name] for name in INPUTS[1:]})
     h_pre, h_post, h_res = coeffs(x)
-    x_in = liger_ops.nn.MHCPre()(x, h_pre)
-    expected = liger_ops.nn.MHCPostRes()(x, layer(x_in.to(BF16)), h_post, h_res)
+    x_in = liger_ops.mhc_pre(x, h_pre)
+    expected = liger_ops.mhc_post_res(x, layer(x_in.to(BF16)), h_post, h_res)
     assert torch.equal(mhc(x), expected)
     mhc(x).sum().backward()
     assert all(parameter.grad is not None for parameter in mhc.parameters())

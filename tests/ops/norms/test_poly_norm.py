@@ -55,9 +55,3 @@ def test_half_precision_does_not_overflow(folder: str) -> None:
     x = torch.full((2, 16), 300.0, dtype=torch.float16, device=DEVICE)
     weight = x.new_tensor((1.0, 2.0, 4.0))
     assert torch.equal(OP.kernel(folder)(x, weight), torch.full_like(x, 7.0))
-
-
-def test_module_checks_its_options() -> None:
-    assert repr(liger_ops.nn.PolyNorm(1e-3)) == "PolyNorm(eps=0.001)"
-    module = liger_ops.nn.PolyNorm(device="meta", dtype=torch.float16)
-    assert all(p.is_meta and p.dtype is torch.float16 for p in module.parameters())

@@ -73,32 +73,3 @@ def test_definition_is_the_models_code(name: str) -> None:
     dy = [torch.randn_like(y) for y in expected]
     grads, others = (torch.autograd.grad(outputs, leaves, dy) for outputs in (found, expected))
     torch.testing.assert_close(grads, others)
-
-
-def test_module_is_the_op() -> None:
-    module = liger_ops.nn.RMSNormRope(8, 1e-3, 1.0, "gemma", True, sections=(1, 2, 1))
-    for weight in (module.q_weight, module.k_weight):
-        assert torch.equal(weight, torch.zeros(8))
-        nn.init.normal_(weight)
-    q, k, table = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(3, 1, 5, 8)
-    weights = (module.q_weight, module.k_weight)
-    expected = liger_ops.rms_norm_rope(
-        q, k, table, table, *weights, 1e-3, 1.0, "gemma", True, sections=[1, 2, 1]
-    )
-    for a, b in zip(module(q, k, table, table), expected, strict=True):
-        assert torch.equal(a, b)
-    assert repr(module) == (
-        "RMSNormRope(8, eps=0.001, offset=1.0, casting_mode='gemma', interleaved=True,"
-        " per_pair=False, sections=[1, 2, 1], deinterleave=False, elementwise_affine=True)"
-    )
-    bare, tables = liger_ops.nn.RMSNormRope(8, elementwise_affine=False), (table[0, 0],) * 2
-    found, expected = bare(q, k, *tables), liger_ops.rms_norm_rope(q, k, *tables)
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-    anything = liger_ops.nn.RMSNormRope(None, elementwise_affine=False)
-    assert torch.equal(anything(q, k, *tables)[0], expected[0])
-    with pytest.raises(ValueError, match=r"^RMSNormRope: q must be \(B, heads, S, 8\), got shape"):
-        bare(q[..., :4], k[..., :4], *(x[:, :4] for x in tables))
-    with pytest.raises(ValueError, match="^RMSNormRope: head_dim must be a positive int"):
-        liger_ops.nn.RMSNormRope(None)
-    with pytest.raises(ValueError, match="casting_mode must be one of 'llama', 'gemma', 'none'"):
-        liger_ops.nn.RMSNormRope(8, casting_mode="other")

@@ -27,26 +27,3 @@ def test_tables_are_shared_or_of_the_batch() -> None:
     for outputs in shared:
         for a, b in zip(outputs, expanded, strict=True):
             assert torch.equal(a, b)
-
-
-def test_module() -> None:
-    q, k = heads(torch.float32)
-    for interleaved in (False, True):
-        tables = rotary_tables(torch.float32, interleaved)
-        module = liger_ops.nn.Rope(interleaved)
-        expected = liger_ops.rope(q, k, *tables, interleaved)
-        for a, b in zip(module(q, k, *tables), expected, strict=True):
-            assert torch.equal(a, b)
-    angles = rotary_angles()
-    tables = angles.cos(), angles.sin()
-    freqs_cis = torch.complex(*tables)
-    three = tuple(torch.stack((table, table + 1, table - 1)) for table in tables)
-    for module, args, options in (
-        (liger_ops.nn.Rope(per_pair=True), tables, (False, True)),
-        (liger_ops.nn.Rope(), (freqs_cis,), ()),
-        (liger_ops.nn.Rope(True, True, (2, 3, 3)), three, (True, True, [2, 3, 3])),
-        (liger_ops.nn.Rope(True, True, None, True), tables, (True, True, None, True)),
-    ):
-        expected = liger_ops.rope(q, k, *args, *options)
-        for a, b in zip(module(q, k, *args), expected, strict=True):
-            assert torch.equal(a, b)
