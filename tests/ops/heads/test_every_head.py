@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import liger_ops
 from graphs import Recorder, liger_ops_of
 from head_bounds import implementation_of
 from head_calls import Calls
@@ -105,3 +106,65 @@ def test_compiled_once_for_unbacked_sizes(
             torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in values))
     assert liger_ops_of(recorder.forwards) == {f"{name}_forward": 1 for name in names}
     assert liger_ops_of(recorder.backwards) == {f"{name}_backward": 1 for name in names}
+
+
+# linear_top_k_divergence is given a teacher's log-probabilities beside what its entry has.
+PUBLIC = pytest.mark.parametrize("op", [op for op in HEADS if "top_k" not in op.name], ids=repr)
+
+
+def values_of(op: OpUnderTest, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of the composed op, whose tensors with gradients require them."""
+    adapters = {n: None for n in ("rank", "teacher_rank") if hasattr(op.case_type, n)}
+    case = op.sample(dtype, **adapters)
+    arguments = op.overload()._schema.arguments
+    args = op.forward_args(case, op.tensors(case))
+    given = {a.name: value for a, value in zip(arguments, args, strict=True)}
+    for name in set(op.gradients_of) - set(LORA):
+        if given.get(name) is not None:
+            given[name].requires_grad_()
+    names = {a.name for a in getattr(torch.ops.liger, op.base).default._schema.arguments}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def results_and_gradients(call: Callable[..., Any], given: dict[str, Any], leaves: Any) -> Any:
+    results = call(**given)
+    results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
+    return [*results, *torch.autograd.grad(sum(y.square().sum() for y in results), leaves)]
+
+
+@PUBLIC
+def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
+    """Results and gradients are bitwise those of a caller that casts the tensors of the head.
+    Nothing inside the op is cast again, in particular not the float32 sums of the chunks."""
+    call, given = getattr(liger_ops, op.base), values_of(op, torch.float32)
+    leaves = [t for t in given.values() if isinstance(t, Tensor) and t.requires_grad]
+    cast = {"x", "weight", "bias"}
+    cast |= {f"{side}_{name}" for side in ("student", "teacher") for name in cast}
+    narrow = {n: given[n].bfloat16() for n in cast & given.keys() if given[n] is not None}
+    expected = results_and_gradients(call, given | narrow, leaves)
+    torch._dynamo.reset()
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = results_and_gradients(run, given, leaves)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    wide = values_of(op, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = call(**wide)
+    torch.testing.assert_close(results, call(**wide), rtol=0, atol=0)
+
+
+@PUBLIC
+def test_opcheck(op: OpUnderTest) -> None:
+    """Of the composed op, and of a backward that is given what the forward computed."""
+    composed = getattr(torch.ops.liger, op.base).default
+    torch.library.opcheck(composed, (), values_of(op, torch.float32))
+    case = op.sample(torch.float32)
+    tensors = op.tensors(case)
+    arguments = [a.name for a in op.overload(backward=True)._schema.arguments]
+    computed = {
+        name: torch.ones_like(tensors[of])
+        for of in op.gradients_of
+        if (name := f"d{of.removeprefix('student_')}") in arguments and case.reduction != "none"
+    }
+    given = dict(zip(arguments, op.backward_args(case, tensors), strict=True)) | computed
+    torch.library.opcheck(op.overload(backward=True), tuple(given.values()))
