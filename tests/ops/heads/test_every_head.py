@@ -147,10 +147,12 @@ def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             found = results_and_gradients(run, given, leaves)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    wide = values_of(op, torch.float64)
+    # Neither float64 nor the arguments of the forward itself are cast.
+    wide, case = values_of(op, torch.float64), op.sample(torch.float32)
+    args = op.forward_args(case, op.tensors(case))
     with torch.autocast("cpu", torch.bfloat16):
-        results = call(**wide)
-    torch.testing.assert_close(results, call(**wide), rtol=0, atol=0)
+        results = call(**wide), op.overload()(*args)
+    torch.testing.assert_close(results, (call(**wide), op.overload()(*args)), rtol=0, atol=0)
 
 
 @PUBLIC
