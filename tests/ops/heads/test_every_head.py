@@ -65,6 +65,12 @@ def log_prob(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: T
     return log_prob.exp().sum() + entropy.square().sum()
 
 
+def logits(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
+    kept = target > 0
+    found = torch.ops.liger.log_prob((x @ weight.t() + bias)[kept], target[kept], 0.7)
+    return found[0].exp().sum() + found[1].square().sum()
+
+
 def divergence(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
     return torch.ops.liger.linear_divergence(
         x[target > 0], weight, student_bias=bias, teacher_logits=teacher[target > 0],
@@ -85,6 +91,7 @@ def top_k(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tens
     (
         *((log_prob, ("linear_log_prob",), mask)
           for mask in ((True, True, True), (True, False, False), (False, True, False))),
+        (logits, ("log_prob",), (True, True, True)),
         (divergence, ("linear_divergence",), (True, True, True)),
         (top_k, ("linear_top_k_divergence", "divergence"), (True, True, True)),
     ),
@@ -108,22 +115,8 @@ def test_compiled_once_for_unbacked_sizes(
     assert liger_ops_of(recorder.backwards) == {f"{name}_backward": 1 for name in names}
 
 
-# linear_top_k_divergence is given a teacher's log-probabilities beside what its entry has.
+# linear_top_k_divergence is given a teacher's log-probabilities, too.
 PUBLIC = pytest.mark.parametrize("op", [op for op in HEADS if "top_k" not in op.name], ids=repr)
-
-
-def values_of(op: OpUnderTest, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of the composed op, whose tensors with gradients require them."""
-    adapters = {n: None for n in ("rank", "teacher_rank") if hasattr(op.case_type, n)}
-    case = op.sample(dtype, **adapters)
-    arguments = op.overload()._schema.arguments
-    args = op.forward_args(case, op.tensors(case))
-    given = {a.name: value for a, value in zip(arguments, args, strict=True)}
-    for name in set(op.gradients_of) - set(LORA):
-        if given.get(name) is not None:
-            given[name].requires_grad_()
-    names = {a.name for a in getattr(torch.ops.liger, op.base).default._schema.arguments}
-    return {name: value for name, value in given.items() if name in names}
 
 
 def results_and_gradients(call: Callable[..., Any], given: dict[str, Any], leaves: Any) -> Any:
@@ -136,7 +129,7 @@ def results_and_gradients(call: Callable[..., Any], given: dict[str, Any], leave
 def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
     """Results and gradients are bitwise those of a caller that casts the tensors of the head.
     Nothing inside the op is cast again, in particular not the float32 sums of the chunks."""
-    call, given = getattr(liger_ops, op.base), values_of(op, torch.float32)
+    call, given = getattr(liger_ops, op.base), op.public_arguments(op.sample(torch.float32))
     leaves = [t for t in given.values() if isinstance(t, Tensor) and t.requires_grad]
     cast = {"x", "weight", "bias"}
     cast |= {f"{side}_{name}" for side in ("student", "teacher") for name in cast}
@@ -148,7 +141,7 @@ def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
             found = results_and_gradients(run, given, leaves)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # Neither float64 nor the arguments of the forward itself are cast.
-    wide, case = values_of(op, torch.float64), op.sample(torch.float32)
+    wide, case = op.public_arguments(op.sample()), op.sample(torch.float32)
     args = op.forward_args(case, op.tensors(case))
     with torch.autocast("cpu", torch.bfloat16):
         results = call(**wide), op.overload()(*args)
@@ -159,7 +152,7 @@ def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
 def test_opcheck(op: OpUnderTest) -> None:
     """Of the composed op, and of a backward that is given what the forward computed."""
     composed = getattr(torch.ops.liger, op.base).default
-    torch.library.opcheck(composed, (), values_of(op, torch.float32))
+    torch.library.opcheck(composed, (), op.public_arguments(op.sample(torch.float32)))
     case = op.sample(torch.float32)
     tensors = op.tensors(case)
     arguments = [a.name for a in op.overload(backward=True)._schema.arguments]
