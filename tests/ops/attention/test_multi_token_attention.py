@@ -268,32 +268,3 @@ def test_module_rejects() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             module(*arguments)
-
-
-def test_rejects() -> None:
-    scores, weight = torch.zeros(2, 4, 6, 6), torch.zeros(6, 2, 3, 3)
-    groups = "groups must divide the 4 channels of scores and the 6 rows of"
-    for args, message in (
-        (
-            (scores[0], weight),
-            "scores must be (B, C, L, L), with L at least 1, got shape (4, 6, 6)",
-        ),
-        ((scores[..., :5], weight), "scores must be (B, C, L, L), with L at least 1, got shape"),
-        ((scores, weight[0]), "weight must be (E, G, P, Q), none of them 0, got"),
-        (
-            (scores, weight),
-            "weight must be (E, 4, P, Q) for 4 channels of scores and groups of 1, got",
-        ),
-        ((scores, weight, None, 1, 0, 1, 4), f"{groups} weight, got 4"),
-        (
-            (scores, weight, weight[:5, 0, 0, 0], 1, 0, 1, 2),
-            "bias must have the shape of (E,), (6,), got (5,)",
-        ),
-        ((scores, weight, None, 0, 0, 1, 2), "stride must be one or two ints of at least 1, got"),
-        ((scores, weight, None, 1, [1, 1, 1], 1, 2), "padding must be one or two ints of at least"),
-        ((scores, weight, None, 1, [0, 1], 1, 2), "weight, stride, padding and dilation must give"),
-        ((scores, weight, None, 1, 0, 3, 2), "weight, stride, padding and dilation must give as"),
-    ):
-        op_checks.assert_rejects(OP, args, message)
-    with pytest.raises(TypeError, match="^multi_token_attention: bias must have weight's dtype"):
-        liger_ops.multi_token_attention(scores, weight, torch.zeros(6).half(), groups=2)
