@@ -76,13 +76,6 @@ def entries_of(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "op"), pairs)
 
 
-def values_of(op: OpUnderTest, case: Any) -> dict[str, Any]:
-    """The arguments of a call of the public op that are arguments of the entry's."""
-    names = (argument.name for argument in op.overload()._schema.arguments)
-    given = dict(zip(names, op.forward_args(case, op.tensors(case)), strict=True))
-    return {n: given[n] for n in inspect.signature(public(op.base)).parameters if n in given}
-
-
 def parts(module: type[nn.Module], function: str, values: dict[str, Any]) -> dict[str, Any]:
     names = inspect.signature(getattr(module, function)).parameters
     return {n: values[n] for n in names if n in values and "lora" not in n}
@@ -95,7 +88,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @entries_of(n for n, cls in MODULES.items() if issubclass(cls, Options) and n not in OTHER_INPUTS)
 def test_a_module_of_options_is_its_op(name: str, op: OpUnderTest) -> None:
     """And shows them."""
-    cls, values = MODULES[name], values_of(op, op.sample(torch.float32))
+    cls, values = MODULES[name], op.public_arguments(op.sample(torch.float32))
     options, inputs = parts(cls, "__init__", values), parts(cls, "forward", values)
     module = cls(**options)
     assert_same(module(**inputs), public(op.base)(**inputs, **options))
@@ -131,7 +124,7 @@ def test_a_module_with_parameters_is_its_op(name: str, op: OpUnderTest) -> None:
     cls = MODULES[name]
     options = {"num_groups", *inspect.signature(public(op.base)).parameters} - op.sampled.keys()
     chosen = {n: choices[-1] for n, choices in op.choices.items() if n in options}
-    values = values_of(op, op.sample(torch.float32, **chosen))
+    values = op.public_arguments(op.sample(torch.float32, **chosen))
     inputs, module = parts(cls, "forward", values), made(cls, values)
     fresh = made(cls, values)
     for parameter, tensor in module.named_parameters():

@@ -222,25 +222,6 @@ def test_autocast_is_that_of_models() -> None:
 
 
 @FORMS
-def test_compiles_once_for_any_length(sparse: bool) -> None:
-    module = liger_ops.nn.MultiTokenAttention(2, 4, 3, padding=1, groups=2, sparse=sparse)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for batch, length in ((5, 9), (6, 13)):
-            scores = torch.randn(batch, 2, length, length, requires_grad=True)
-            y, expected = compiled(scores), module(scores)
-            assert torch.equal(y, expected)
-            inputs = [scores, *module.parameters()]
-            for a, b in zip(
-                torch.autograd.grad(y.sum(), inputs),
-                torch.autograd.grad(expected.sum(), inputs),
-                strict=True,
-            ):
-                assert torch.equal(a, b)
-
-
-@FORMS
 def test_module_is_the_op_with_the_parameters_of_a_convolution(sparse: bool) -> None:
     torch.manual_seed(0)
     module = liger_ops.nn.MultiTokenAttention(4, 6, [3, 5], 1, [1, 2], groups=2, sparse=sparse)
