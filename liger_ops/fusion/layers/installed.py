@@ -59,8 +59,11 @@ def arranging(
         for one in names
         if parameters[one].default is not inspect.Parameter.empty
     }
+    needed, ends = len(names) - len(defaults), tuple(defaults.values())
 
     def arranged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        if not kwargs and needed <= len(args) <= len(names):
+            return (*args, *ends[len(args) - needed :])
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         doubled = any(one in names[: len(args)] for one in kwargs)
         if len(args) > len(names) or len(given) != len(names) or doubled:

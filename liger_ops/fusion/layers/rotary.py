@@ -83,8 +83,10 @@ class Form:
         q, k, cos, sin = given[0], given[1], given[2], given[count - 1]
         if (q.dtype, cos.dtype) not in dtypes or k.dtype != q.dtype or sin.dtype != cos.dtype:
             return False
+        if cos.shape != sin.shape:
+            return False
         sizes = {"1": 1, "3": 3}
-        for x, shape in zip(given, self.shapes, strict=False):
+        for x, shape in zip((q, k, cos), self.shapes, strict=False):
             for name, size in zip(shape, x.shape, strict=True):
                 if sizes.setdefault(name, size) != size:
                     return False
