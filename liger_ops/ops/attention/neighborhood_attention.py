@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import FINITE
 from ..heads.head import cast_for_products
 from ..precision import widened
 from ..strides import in_order_of
-from .windows import Slot, slots, windows
+from .windows import BORDERS, Slot, slots, windows
 
 # kernel_size, dilation, is_causal, border and scale.
 Options = tuple[Any, Any, Any, str, float | None]
@@ -61,8 +62,9 @@ def neighborhood_attention(
     This op calls `neighborhood_attention_forward`, which returns lse too.
 
     Args:
-        query: (B, H, L, D) or (B, H, Y, X, D), floating point, any strides; D is at most 256.
-        key: of query's shape but for the heads, and of its dtype. Its number of heads divides H:
+        query: (B, H, *spatial, D), floating point, any strides; spatial is one length or two, and D
+            is at most 256.
+        key: (B, H', *spatial, D), of query's dtype. Its number of heads divides H:
             each serves as many neighbouring heads of query.
         value: of key's shape and dtype.
         kernel_size: at least 1.
@@ -97,7 +99,9 @@ def neighborhood_attention(
     "...",
     strides=torch.Tag.needs_exact_strides,
     returns="y lse",
-    axes="query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",
+    axes="query=b h # D, key=b h' # D: query, value=b h' # D: query -> "
+    "y=b h # D, lse=b h #: float32+query",
+    options={"border": BORDERS, "scale": FINITE},
 )
 def neighborhood_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
     """`neighborhood_attention` with the logarithm of each softmax's denominator.

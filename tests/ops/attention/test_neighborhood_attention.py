@@ -206,9 +206,16 @@ def arguments(**changes: Any) -> tuple[Any, ...]:
         ({"border": "wrapped"}, "border must be one of 'clipped', 'shifted', got 'wrapped'"),
         ({"scale": float("nan")}, "scale must be a finite number, got nan"),
         ({"query": (1, 3, 6, 8)}, "the heads of key must divide the 3 of query, got 2"),
-        ({"query": (6, 8)}, "query must be (B, H, L, D) or (B, H, Y, X, D), got shape (6, 8)"),
-        ({"query": (1, 4, 6, 257)}, "query must have from 1 to 256 elements in its last dimension"),
-        ({"key": (1, 2, 5, 8)}, "key must have the shape of query but for the heads, (1, 'heads'"),
+        ({"query": (6, 8)}, "query must be (B, H, *spatial, D), got shape (6, 8)"),
+        (
+            dict.fromkeys(("query", "key", "value"), (1, 4, 8)),
+            "query must have one or two spatial dimensions, got shape (1, 4, 8)",
+        ),
+        (
+            dict.fromkeys(("query", "key", "value"), (1, 4, 6, 257)),
+            "query must have from 1 to 256 elements in its last dimension",
+        ),
+        ({"key": (1, 2, 5, 8)}, "key must have the shape of (B, H', *spatial, D) for query of"),
     ),
     ids=str,
 )

@@ -59,6 +59,9 @@ def test_rejects() -> None:
     x = torch.zeros(2, 3, 8)
     for args, message in (
         ((x, torch.zeros(2, 7)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x, torch.zeros(8), None, None, 1e-6, 1.0), "offset must be 0 without a weight to add it"),
+        (
+            (x, torch.zeros(8), None, None, 1e-6, 1.0),
+            "offset must be 0 without weight, to which it",
+        ),
     ):
         op_checks.assert_rejects(OP, args, message)

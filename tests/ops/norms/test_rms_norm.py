@@ -56,6 +56,6 @@ def test_rejects() -> None:
     for args, message in (
         ((torch.tensor(1.0),), "x must be (..., N), got shape ()"),
         ((x, torch.zeros(7)), "weight must have the shape of x's last dimension, (8,), got (7,)"),
-        ((x, None, 1e-6, 1.0), "offset must be 0 without a weight to add it to, got 1.0"),
+        ((x, None, 1e-6, 1.0), "offset must be 0 without weight, to which it is added, got 1.0"),
     ):
         op_checks.assert_rejects(OP, args, message)

@@ -109,9 +109,12 @@ def test_rejects() -> None:
     q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 1, 3, 8)
     table, weight = torch.zeros(3, 8), torch.zeros(8)
     for args, message in (
-        ((q, k[:1], table, table), "k must have the shape of q but for the heads, (2, 'heads', 3,"),
+        ((q, k[:1], table, table), "k must have the shape of (B, H', S, D) for q of (B, H, S, D),"),
         ((q, k, table[:2], table), "cos must be (S, R), (1, S, R) or (B, S, R) for q's S of 3 and"),
-        ((q, k, table, table, weight, weight[:4]), "k_weight must have the shape of q's last"),
+        (
+            (q, k, table, table, weight, weight[:4]),
+            "k_weight must have the shape of (D,) for q of (B, H, S, D)",
+        ),
         ((q, k, table, table, weight, None, 1e-6, 1.0), "offset must be 0 without k_weight, to"),
         ((q, k, table, table, weight, weight, -1.0), "eps must be a number of at least 0, got -1"),
         (

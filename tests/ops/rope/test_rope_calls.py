@@ -61,8 +61,11 @@ def test_rejects() -> None:
     per_pair = "(S, R/2), (1, S, R/2) or (B, S, R/2)"
     sizes = "for q's S of 3 and B of 2, got shape"
     for args, message in (
-        ((q[0], k, table, table), "q must be (B, heads, S, D), got shape (4, 3, 8)"),
-        ((q, k[:, :, :2], table, table), "k must have the shape of q but for the heads, (2,"),
+        ((q[0], k, table, table), "q must be (B, H, S, D), got shape (4, 3, 8)"),
+        (
+            (q, k[:, :, :2], table, table),
+            "k must have the shape of (B, H', S, D) for q of (B, H, S, D),",
+        ),
         ((q, k, table[:2], table), f"cos must be {form} {sizes} (2, 8)"),
         ((q, k, three, three), f"cos must be {form} {sizes} (3, 2, 3, 8)"),
         ((q, k, freqs_cis[:2]), f"cos must be {per_pair} {sizes} (2, 4)"),
