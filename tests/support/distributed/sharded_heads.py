@@ -14,6 +14,7 @@ import liger_ops
 import ranks
 from liger_ops import distributed
 from op_table import OPS
+from op_under_test import OpUnderTest
 
 D = 6
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
@@ -75,15 +76,21 @@ def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
     return sum((r * f / r.numel()).sum() for r, f in zip(results, factors, strict=True))
 
 
+def case_of(op: OpUnderTest, V: int, dtype: torch.dtype, **fields: Any) -> Any:
+    """The sample of an entry, with (4, 3) tokens and V words."""
+    sizes = {"shape": (4, 3), "V": V, "W": V, **fields}
+    # A head's case has its sizes by their names.
+    of_head = {n: size for n, size in sizes.items() if hasattr(op.case_type, n)}
+    return op.sample(dtype, **(of_head or {"shape": (4, 3, V), **fields}))
+
+
 def loss_call(
     name: str, V: int, dtype: torch.dtype, **fields: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors with gradients of the loss of an entry, with the LoRA of a head, and the other
     arguments. All tokens of the first row are ignored, so that one rank may have no others."""
     op = OPS[name]
-    sizes = {"shape": (4, 3), "V": V, "W": V, "chunk_bytes": 64}
-    of_head = {n: size for n, size in sizes.items() if hasattr(op.case_type, n)}
-    case = op.sample(dtype, **(of_head or {"shape": (4, 3, V)}) | fields)
+    case = case_of(op, V, dtype, **({"chunk_bytes": 64} if OPS[name].case_type else {}) | fields)
     # Their values are drawn on the CPU.
     with torch.device("cpu"):
         given = op.public_arguments(case)
