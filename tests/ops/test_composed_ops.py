@@ -95,7 +95,7 @@ def casts(op: OpUnderTest) -> bool:
     return op.base != "multi_token_attention" and op.has_autocast_rule("AutocastCPU")
 
 
-@pytest.mark.parametrize("op", filter(casts, ENTRIES), ids=repr)
+@pytest.mark.parametrize("op", [*filter(casts, ENTRIES)], ids=repr)
 def test_autocast_casts_as_a_caller_would(op: OpUnderTest) -> None:
     """Results and gradients are bitwise those of tensors that are cast before. Nothing inside the
     op is cast again, in particular not the float32 sums of the chunks."""
