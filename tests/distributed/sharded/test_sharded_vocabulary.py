@@ -55,11 +55,12 @@ OF_KINDS = [
     {"kind": "forward_kl", "teacher_temperature": None}, {"kind": "reverse_kl", "ignored": None},
     {"beta": 0.3}, {"beta": 1.0, "ignored": None}, {"kind": "tvd"}, {"kind": "cosine"},
 ]  # fmt: skip
+WITHOUT_CAPS = {"softcap": None, "teacher_softcap": None}
 LARGEST = {name: values[-1] for name, values in TERM_CHOICES.items()}
 # The entries of losses with the options of their samples, and with others.
 CALLS: list[tuple[str, Fields]] = [
     *(("cross_entropy_forward-mean", fields) for fields in (
-        {}, UNUSED, LARGEST, {"reduction": "sum", "has_items": False},
+        {}, UNUSED, LARGEST, {"reduction": "sum", "has_items": False, "softcap": None},
     )),
     ("cross_entropy_forward-none", {"ignore_index": 2}),
     *(("linear_cross_entropy_forward-mean", fields) for fields in (
@@ -68,11 +69,16 @@ CALLS: list[tuple[str, Fields]] = [
     )),
     ("linear_cross_entropy_forward-none", {}),
     ("linear_cross_entropy_forward-none", {"rank": None}),
-    ("log_prob_forward", {}), ("log_prob_forward", {**NOTHING, "ignore_index": 2}),
-    ("linear_log_prob_forward", {}), ("linear_log_prob_forward", {**NOTHING, "rank": None}),
+    *(("log_prob_forward", fields) for fields in (
+        {}, {"softcap": None}, {**NOTHING, "ignore_index": 2},
+    )),
+    *(("linear_log_prob_forward", fields) for fields in (
+        {}, {"softcap": None}, {**NOTHING, "rank": None},
+    )),
     *(("divergence_forward-jsd", fields) for fields in OF_KINDS),
     *(("linear_divergence_forward-mean", fields) for fields in (
-        {}, {"kind": "forward_kl", "rank": None, "num_items": False},
+        {}, {"kind": "forward_kl", "rank": None, "num_items": False, **WITHOUT_CAPS},
+        {"kind": "reverse_kl", "reduction": "sum", "num_items": False, "soft_weight": 0.0},
         {"kind": "cosine", "has_target": False, "hard_weight": 0.0, "token_weight": False},
     )),
     ("linear_divergence_forward-none", {}),

@@ -101,6 +101,7 @@ def loss_call(
             a, b = (torch.randn(n, dtype=dtype) for n in ((2, given[f"{side}x"].shape[-1]), (V, 2)))
             of_side = {f"{side}lora_a": a, f"{side}lora_b": b}
             given |= of_side if side == "teacher_" else {n: leaf(x) for n, x in of_side.items()}
+            given[f"{side}lora_scale"] = 0.7
     inputs = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
     return inputs, {n: x for n, x in given.items() if n not in inputs and x is not None}
 
