@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..layers.rebinding import is_wrapped_plainly, rebound
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
-from .calls import DeferringHead, HeadCall
+from .calls import DeferringHead
 from .deferred import DeferredLogits
 from .form import Form
 from .head import head_of, parameter_of
@@ -114,9 +114,7 @@ class _DryHead(DeferringHead):
         found = [self.names[id(x)] for x in operands if id(x) in self.names]
         raise NotAnOp(f"{reason}, with its {found[0]}" if found else reason)
 
-    def loss(
-        self, call: HeadCall, logits: DeferredLogits, target: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def loss(self, logits: DeferredLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
         if target.shape != logits.shape[:-1]:
             raise ValueError("there are not as many labels as logits")
         self.losses += 1
