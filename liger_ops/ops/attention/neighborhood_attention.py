@@ -144,19 +144,19 @@ def neighborhood_attention_backward(call: Any) -> Any:
     Kernels use the forward's y and lse; the definition computes them again, so that it can be
     differentiated. Autograd would save a key and a value for each slot of the window.
     """
-    attention, output_mask = _Attention(call), call.output_mask
+    attention, (wants_query, *wants_others) = _Attention(call), call.output_mask
     p, lse = attention.softmax()
     dy = attention.of_queries(call.dy)
     delta = (dy * attention.mixed(p)).sum(-1) - call.dlse.to(p.dtype).reshape(lse.shape)
     gradients: list[Tensor | None] = [None, None, None]
-    if output_mask[0]:
+    if wants_query:
         dquery = torch.zeros_like(attention.query)
         for (index, inside), weight in zip(attention.slots(), p.unbind(-1), strict=True):
             dp = (dy * attention.value.index_select(-2, index)).sum(-1)
             ds = torch.where(inside, weight * (dp - delta), 0.0)
             dquery = dquery + ds.unsqueeze(-1) * attention.key.index_select(-2, index)
         gradients[0] = dquery * attention.scale
-    if output_mask[1] or output_mask[2]:
+    if any(wants_others):
         dkey, dvalue = torch.zeros_like(attention.key), torch.zeros_like(attention.value)
         for index, inside in attention.slots(of_keys=True):
             query_i, dy_i = attention.query.index_select(-2, index), dy.index_select(-2, index)
@@ -174,7 +174,7 @@ def neighborhood_attention_backward(call: Any) -> Any:
         if wanted and gradient is not None
         else None
         for wanted, gradient, x in zip(
-            output_mask, gradients, (call.query, call.key, call.value), strict=True
+            call.output_mask, gradients, (call.query, call.key, call.value), strict=True
         )
     )
 
