@@ -22,16 +22,14 @@ from sharded_heads import (
     D,
     check_gradients,
     compare,
-    compare_dtensors,
-    dims_of,
+    dims_of_call,
     group_of,
     here,
     leaf,
+    loss_call,
     over_ranks,
     part,
     parts_of,
-    scalar,
-    tokens,
 )
 
 pytestmark = pytest.mark.device_kernels
@@ -58,80 +56,20 @@ def targets() -> Tensor:
     return target
 
 
-def of_logits() -> None:
-    for i, options in enumerate(KINDS):
-        # 13 divides by no number of ranks; of 5 words, four ranks have 2, 2, 1 and 0.
-        for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
-            given = {**options, "target": targets() if i % 2 else None}
-            compare("divergence", logits_of(V, dtype), BOTH, given, group_of(V), **tolerance)
+# A sum over chunks of tokens, with labels and a LoRA of each head.
+SUMMED = {"reduction": "sum", "num_items": False, "kind": "reverse_kl"}
 
 
-HEADS: list[dict[str, Any]] = [
-    {"kind": "forward_kl", "student_softcap": 3.0, "student_logit_scale": 0.5, "temperature": 0.7},
-    {"kind": "reverse_kl", "soft_weight": 0.5, "hard_weight": 0.25, "reduction": "sum"},
-    {"kind": "jsd", "hard_weight": 1.0, "soft_weight": 0.0, "teacher_logit_scale": 2.0},
-    {"kind": "tvd", "hard_weight": 0.5, "teacher_softcap": 2.0, "reduction": "none"},
-    {"kind": "cosine"},
-]
+def two_heads(
+    V: int, dtype: torch.dtype, dim: int | None = None, **fields: Any
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, int | None]]:
+    """The student's tensors, the other arguments, and the dimensions that are sharded."""
+    student, given = loss_call("linear_divergence_forward-mean", V, dtype, **fields)
+    return student, given, dims_of_call(student, given, dim)
 
 
-def two_heads(V: int, dtype: torch.dtype, i: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The student's tensors, every second time with a LoRA, and the teacher's, or its logits."""
-    student, target = tokens(V, dtype)
-    # float32 has fewer digits of the probabilities of larger logits.
-    student = {f"student_{name}": leaf(tensor / 2) for name, tensor in student.items()}
-    if i % 2:
-        student["student_lora_a"] = leaf(torch.randn(2, D, dtype=dtype))
-        student["student_lora_b"] = leaf(torch.randn(V, 2, dtype=dtype))
-    constants: dict[str, Any] = {"target": target, "token_weight": torch.rand(target.shape)}
-    if i == 4:
-        constants = {"num_items_in_batch": torch.tensor(7)}
-    if i == 2:
-        constants["teacher_logits"] = torch.randn(*target.shape, V, dtype=dtype)
-    else:
-        constants |= {
-            "teacher_x": torch.randn(*target.shape, 5, dtype=dtype) / 2,
-            "teacher_weight": torch.randn(V, 5, dtype=dtype),
-            "teacher_lora_a": torch.randn(3, 5, dtype=dtype),
-            "teacher_lora_b": torch.randn(V, 3, dtype=dtype),
-        }
-    return student, constants
-
-
-def of_heads() -> None:
-    for i, options in enumerate(HEADS):
-        for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
-            dim = (None, 0)[(i // 2 + (V == 5)) % 2]
-            student, constants = two_heads(V, dtype, i)
-            dims = dims_of((*student, *constants), dim)
-            parts = parts_of(student, dims)
-            taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
-            given = {**options, "chunk_bytes": 64}
-            got = distributed.linear_divergence(
-                **parts, **taught, **given, **group_of(V), sequence_dim=dim
-            )
-            expected = liger_ops.linear_divergence(**student, **constants, **given)
-            check_terms(expected, got, student, parts, dims, tolerance)
-            compare_dtensors("linear_divergence", student, dims, constants | given, **tolerance)
-
-
-def check_terms(
-    expected: Any, got: Any, student: dict[str, Tensor], parts: dict[str, Tensor],
-    dims: dict[str, int | None], tolerance: dict[str, float],
-) -> None:  # fmt: skip
-    """The loss's gradient, twice, because the first backward takes what the forward computed; and
-    that of every result."""
-    assert [x is None for x in got] == [x is None for x in expected]
-    got, expected = ([x for x in values if x is not None] for values in (got, expected))
-    torch.testing.assert_close(got, expected, **tolerance)
-    for count in (1, 1, len(got)):
-        sides = (expected, list(student.values())), (got, list(parts.values()))
-        of_whole, of_parts = (
-            torch.autograd.grad(scalar(tuple(values[:count])), leaves, retain_graph=True)
-            for values, leaves in sides
-        )
-        for name, whole, grad in zip(student, of_whole, of_parts, strict=True):
-            torch.testing.assert_close(grad, here(whole, dims[name]).detach(), **tolerance)
+def taught(given: dict[str, Any], dims: dict[str, int | None]) -> dict[str, Any]:
+    return {n: here(x, dims[n]).detach() if n in dims else x for n, x in given.items()}
 
 
 def words_of_probability_0() -> None:
@@ -183,14 +121,15 @@ def collectives() -> None:
 def collectives_of_heads() -> None:
     """The collectives are those of the two chunks of tokens, and of the rows' gradient."""
     most = -(-13 // dist.get_world_size())
-    student, constants = two_heads(13, torch.float64, 1)
-    dims = dims_of((*student, *constants), 0)
+    student, given, dims = two_heads(13, torch.float64, 0, **SUMMED, chunk_bytes=6 * 16 * most)
     placed = {
-        name: over_ranks(tensor, dims[name]).requires_grad_(name in student)
-        for name, tensor in (student | constants).items()
+        name: over_ranks(value, dims.get(name)).requires_grad_(name in student)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in (student | given).items()
     }
     with CommDebugMode() as counted:
-        got = distributed.linear_divergence(**placed, **HEADS[1], chunk_bytes=6 * 16 * most)
+        got = distributed.linear_divergence(**placed)
         forward = counted.get_total_counts()
         torch.autograd.grad(got[0], [placed[name] for name in student])
     # The rows of both x are gathered, and the gradients of x and lora_a summed.
@@ -198,12 +137,10 @@ def collectives_of_heads() -> None:
 
 
 def no_token_counts() -> None:
-    student, constants = two_heads(5, torch.float32, 3)
-    constants["target"] = torch.full_like(constants["target"], -100)
-    dims = dims_of((*student, *constants), None)
+    student, given, dims = two_heads(5, torch.float32, num_items=False)
+    given["target"] = torch.full_like(given["target"], -100)
     parts = parts_of(student, dims)
-    taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
-    loss, *_ = distributed.linear_divergence(**parts, **taught, **group_of(5))
+    loss, *_ = distributed.linear_divergence(**parts, **taught(given, dims), **group_of(5))
     assert loss == 0
     for grad in torch.autograd.grad(loss, list(parts.values())):
         assert not grad.count_nonzero()
@@ -220,18 +157,15 @@ def compiled() -> None:
         expected = liger_ops.divergence(**logits, target=target, **options)
         check_gradients(expected, got, logits, parts, BOTH, **FLOAT64)
         assert counter.frame_count == 1
-    student, constants = two_heads(13, torch.float64, 1)
-    dims = dims_of((*student, *constants), None)
-    parts = parts_of(student, dims)
-    taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
-    given = {**HEADS[1], "chunk_bytes": 6 * 16 * 7}
-    f = functools.partial(distributed.linear_divergence, **given, **group_of(13))
+    student, given, dims = two_heads(13, torch.float64, **SUMMED, chunk_bytes=6 * 16 * 7)
+    parts, whole = parts_of(student, dims), taught(given, dims)
+    f = functools.partial(distributed.linear_divergence, **group_of(13))
     counter = CompileCounterWithBackend("aot_eager")
     # A mode of functions, which Dynamo traces too.
     with torch.device(ranks.DEVICE):
-        got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **taught)
-    expected = liger_ops.linear_divergence(**student, **constants, **given)
-    check_terms(expected, got, student, parts, dims, FLOAT64)
+        got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **whole)
+    expected = liger_ops.linear_divergence(**student, **given)
+    check_gradients(expected, got, student, parts, dims, **FLOAT64)
     assert counter.frame_count == 1
     counted_without_a_sum()
 
@@ -239,28 +173,27 @@ def compiled() -> None:
 def counted_without_a_sum() -> None:
     """Without labels and weights, the graph of a mean has no sum of constants: Triton 3.6 fails to
     compile Inductor's kernel of one."""
-    student, constants = two_heads(13, torch.float64, 4)
-    del constants["num_items_in_batch"]
-    dims = dims_of((*student, *constants), None)
-    parts = parts_of(student, dims)
-    taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
+    student, given, dims = two_heads(
+        13, torch.float64, num_items=False, has_target=False, hard_weight=0.0, token_weight=False
+    )
+    parts, whole = parts_of(student, dims), taught(given, dims)
     recorder = EagerAndRecordGraphs()
-    f = functools.partial(distributed.linear_divergence, kind="forward_kl", **group_of(13))
+    f = functools.partial(distributed.linear_divergence, **group_of(13))
     # A symbolic size would be an input of the ones.
-    got = torch.compile(f, backend=recorder, fullgraph=True, dynamic=False)(**parts, **taught)
-    expected = liger_ops.linear_divergence(**student, **constants, kind="forward_kl")
-    check_terms(expected, got, student, parts, dims, FLOAT64)
+    got = torch.compile(f, backend=recorder, fullgraph=True, dynamic=False)(**parts, **whole)
+    expected = liger_ops.linear_divergence(**student, **given)
+    check_gradients(expected, got, student, parts, dims, **FLOAT64)
     (traced,) = recorder.graphs
     sums = 0
     # The gradient's function is a graph within.
     for graph in (module.graph for module in traced.modules() if isinstance(module, GraphModule)):
-        given: set[Node] = set()
+        inputs: set[Node] = set()
         for node in graph.nodes:
-            if node.op == "placeholder" or given.intersection(node.all_input_nodes):
-                given.add(node)
+            if node.op == "placeholder" or inputs.intersection(node.all_input_nodes):
+                inputs.add(node)
             if node.target == "sum":
                 sums += 1
-                assert node in given, node.format_node()
+                assert node in inputs, node.format_node()
     # That of the tokens' divergences.
     assert sums
 
@@ -307,7 +240,7 @@ def refused() -> None:
 
 
 CHECKS = (
-    of_logits, of_heads, words_of_probability_0, ignored_and_undefined,
+    words_of_probability_0, ignored_and_undefined,
     collectives, collectives_of_heads, no_token_counts, refused,
 )  # fmt: skip
 

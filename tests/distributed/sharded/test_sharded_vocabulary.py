@@ -23,9 +23,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 import extreme_logits as extreme
 import liger_ops
 import ranks
-from cross_entropy_cases import TERMS
+from cross_entropy_cases import TERM_CHOICES, TERMS, UNUSED
+from launch_forms import Fields
 from liger_ops import distributed
 from liger_ops.distributed.vocab_parallel import head as head_of_words
+from log_prob_cases import NOTHING
+from op_table import OPS
 from sharded_heads import (
     FLOAT32,
     FLOAT64,
@@ -34,9 +37,11 @@ from sharded_heads import (
     compare,
     compare_dtensors,
     dims_of,
+    dims_of_call,
     group_of,
     here,
     leaf,
+    loss_call,
     over_ranks,
     part,
     parts_of,
@@ -46,73 +51,45 @@ from sharded_heads import (
 
 pytestmark = pytest.mark.device_kernels
 
-TOLERANCE = {torch.float64: FLOAT64, torch.float32: FLOAT32}
-# 13 divides by no number of ranks; of 5 words, four ranks have 2, 2, 1 and 0.
-SIZES = (13, 5)
-LOSSES: list[dict[str, Any]] = [
-    {},
-    {"reduction": "sum", **TERMS, "softcap": 2.0, "logit_scale": 0.5},
-    {"reduction": "none", **TERMS, "ignore_index": 2},
-    {"num_items_in_batch": torch.tensor(7), **TERMS},
-]
+OF_KINDS = [
+    {"kind": "forward_kl", "teacher_temperature": None}, {"kind": "reverse_kl", "ignored": None},
+    {"beta": 0.3}, {"beta": 1.0, "ignored": None}, {"kind": "tvd"}, {"kind": "cosine"},
+]  # fmt: skip
+LARGEST = {name: values[-1] for name, values in TERM_CHOICES.items()}
+# The entries of losses with the options of their samples, and with others.
+CALLS: list[tuple[str, Fields]] = [
+    *(("cross_entropy_forward-mean", fields) for fields in (
+        {}, UNUSED, LARGEST, {"reduction": "sum", "has_items": False},
+    )),
+    ("cross_entropy_forward-none", {"ignore_index": 2}),
+    *(("linear_cross_entropy_forward-mean", fields) for fields in (
+        {}, LARGEST | {"rank": None}, {"num_items": False, "softcap": None},
+        {"reduction": "sum", "num_items": False, "bias": False},
+    )),
+    ("linear_cross_entropy_forward-none", {}),
+    ("linear_cross_entropy_forward-none", {"rank": None}),
+    ("log_prob_forward", {}), ("log_prob_forward", {**NOTHING, "ignore_index": 2}),
+    ("linear_log_prob_forward", {}), ("linear_log_prob_forward", {**NOTHING, "rank": None}),
+    *(("divergence_forward-jsd", fields) for fields in OF_KINDS),
+    *(("linear_divergence_forward-mean", fields) for fields in (
+        {}, {"kind": "forward_kl", "rank": None, "num_items": False},
+        {"kind": "cosine", "has_target": False, "hard_weight": 0.0, "token_weight": False},
+    )),
+    ("linear_divergence_forward-none", {}),
+    ("linear_divergence_forward-none", {"kind": "tvd", "teacher_rank": 2, "by_logits": False}),
+]  # fmt: skip
 LOGITS: dict[str, int | None] = {"logits": -1}
-LOG_PROBS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "softcap": 2.0, "ignore_index": 2}]
 
 
-def weights(V: int, target: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.rand(V), torch.rand(target.shape)
-
-
-def linear_losses() -> None:
-    for i, options in enumerate(LOSSES * 2):
-        V, dtype = SIZES[i % 2], (torch.float64, torch.float32)[i // 4]
-        head, target = tokens(V, dtype, options.get("ignore_index", -100))
-        class_weight, token_weight = weights(V, target) if i % 2 else (None, None)
-        # A chunk is smaller than the rank's logits.
-        given = {**options, "target": target, "chunk_bytes": 64}
-        given |= {"class_weight": class_weight, "token_weight": token_weight}
-        for dim in (None, 0):
-            sharding = {**group_of(V), "sequence_dim": dim}
-            dims = dims_of(head, dim)
-            compare("linear_cross_entropy", head, dims, given, sharding, **TOLERANCE[dtype])
-
-
-def losses_of_logits() -> None:
-    for i, options in enumerate(LOSSES):
-        V, dtype = SIZES[i % 2], (torch.float64, torch.float32)[i // 2]
-        _, target = tokens(V, dtype, options.get("ignore_index", -100))
-        weight, token_weight = weights(V, target) if i % 2 else (None, None)
-        given = {**options, "target": target, "weight": weight, "token_weight": token_weight}
-        logits = {"logits": leaf(3 * torch.randn(4, 3, V, dtype=dtype))}
-        compare("cross_entropy", logits, LOGITS, given, group_of(V), **TOLERANCE[dtype])
-
-
-def log_probs() -> None:
-    for i, options in enumerate(LOG_PROBS * 2):
-        V, dtype = SIZES[i % 2], (torch.float64, torch.float32)[i // 2]
-        head, target = tokens(V, dtype, options.get("ignore_index", -100))
-        dim, given = (None, 0)[i // 2], {**options, "target": target}
-        sharding = {**group_of(V), "sequence_dim": dim}
-        chunked = {**given, "chunk_bytes": 64}
-        compare("linear_log_prob", head, dims_of(head, dim), chunked, sharding, **TOLERANCE[dtype])
-        logits = {"logits": leaf(torch.randn(4, 3, V, dtype=dtype))}
-        compare("log_prob", logits, LOGITS, given, group_of(V), **TOLERANCE[dtype])
-
-
-def loras() -> None:
-    """lora_a's gradient is whole on every rank, whether x's rows are sharded or not."""
-    for i, (loss, options) in enumerate(
-        (("linear_cross_entropy", LOSSES[0]), ("linear_cross_entropy", LOSSES[2]),
-         ("linear_log_prob", LOG_PROBS[1]))
-    ):  # fmt: skip
-        V = SIZES[i % 2]
-        head, target = tokens(V, torch.float64, options.get("ignore_index", -100))
-        lora = {"lora_a": torch.randn(2, D), "lora_b": torch.randn(V, 2)}
-        head |= {name: leaf(tensor.double()) for name, tensor in lora.items()}
-        given = {**options, "target": target, "chunk_bytes": 64, "lora_scale": 0.7}
-        for dim in (None, 0):
-            sharding = {**group_of(V), "sequence_dim": dim}
-            compare(loss, head, dims_of(head, dim), given, sharding, **FLOAT64)
+def every_loss() -> None:
+    for i, (name, fields) in enumerate(CALLS):
+        # 13 divides by no number of ranks; of 5 words, four ranks have 2, 2, 1 and 0.
+        for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
+            inputs, given = loss_call(name, V, dtype, **fields)
+            dim = (None, 0)[(i + (V == 5)) % 2]
+            sharding = group_of(V) | ({"sequence_dim": dim} if name.startswith("linear") else {})
+            dims = dims_of_call(inputs, given, dim)
+            compare(OPS[name].base, inputs, dims, given, sharding, **tolerance)
 
 
 def words_of_probability_0() -> None:
@@ -171,7 +148,7 @@ def a_target_that_no_rank_has() -> None:
 def dtensors() -> None:
     """Rows that do not divide; and a plain x beside the DTensors of a head."""
     head, target = tokens(13, torch.float64, rows=3)
-    given = {**LOSSES[1], "target": target}
+    given = {"target": target, "reduction": "sum", **TERMS}
     compare_dtensors("linear_cross_entropy", head, dims_of(head, 0), given, **FLOAT64)
     x, weight, bias = head.values()
     sharded, plain = [over_ranks(tensor, 0) for tensor in (weight, bias)], leaf(x)
@@ -242,6 +219,8 @@ def checkpointed() -> None:
     check_gradients(expected, got, head, parts, dims_of(head), **FLOAT64)
 
 
+# The gradients are taken several times.
+@torch._functorch.config.patch(donated_buffer=False)
 def compiled() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     losses = torch.compile(both_losses, backend=counter, fullgraph=True, dynamic=True)
@@ -429,7 +408,7 @@ def refused() -> None:
 
 
 CHECKS = (
-    linear_losses, loras, losses_of_logits, log_probs, words_of_probability_0,
+    every_loss, words_of_probability_0,
     a_target_that_no_rank_has, dtensors, within_loss_parallel, collectives_and_bytes,
     checkpointed, a_second_backward, no_token_counts, chunks_of_tokens,
     chunks_by_default, low_precision_and_autocast, results_are_those_of_every_rank, refused,

@@ -21,6 +21,7 @@ from liger_ops.axes import lines
 from op_table import OPS
 from op_under_test import OpUnderTest
 from ranks import recorded
+from sharded_heads import case_of
 
 pytestmark = pytest.mark.device_kernels
 
@@ -28,7 +29,6 @@ SECONDS = 240
 WHOLE = Replicate()
 # Words that a teacher lists of a token.
 LISTED = 3
-SHAPE = (4, 3)
 
 
 class Call(NamedTuple):
@@ -75,12 +75,9 @@ def calls(V: int) -> dict[str, Call]:
 def call_of(op: OpUnderTest, V: int) -> Call:
     forms = lines(library.OPS[op.name].axes)
     axes = {name: entry.axes for line in forms for name, entry in line.arguments.items()}
-    # A head's case has its sizes by their names.
-    sizes = {"V": V, "W": V, "K": LISTED, "chunk_bytes": 128}
-    sizes = {n: size for n, size in sizes.items() if hasattr(op.case_type, n)}
-    case = op.sample(
-        torch.float32, **{"shape": SHAPE, **sizes} if sizes else {"shape": (*SHAPE, V)}
-    )
+    # Several chunks.
+    of_head = {"chunk_bytes": 40 * V, "K": LISTED} if op.case_type else {}
+    case = case_of(op, V, torch.float32, **of_head)
     # Their values are drawn on the CPU.
     with torch.device("cpu"):
         args = op.forward_args(case, op.tensors(case))

@@ -164,15 +164,6 @@ def test_results_over_parts_of_the_keys_merge() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_autocast_casts_as_attention_does() -> None:
-    query = torch.randn(1, 2, 9, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = liger_ops.neighborhood_attention(query, query, query, 3)
-        assert y.dtype is F.scaled_dot_product_attention(query, query, query).dtype
-    cast = query.bfloat16()
-    assert torch.equal(y, liger_ops.neighborhood_attention(cast, cast, cast, 3))
-
-
 def test_one_value_is_for_both_dimensions() -> None:
     query = torch.randn(1, 2, 6, 7, 4)
     for one, two in (((3, 2, True), ([3, 3], [2, 2], [True, True])), ((3,), ([3, 3],))):

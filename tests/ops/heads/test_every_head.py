@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import liger_ops
 from graphs import Recorder, liger_ops_of
 from head_bounds import implementation_of
 from head_calls import Calls
@@ -117,35 +116,6 @@ def test_compiled_once_for_unbacked_sizes(
 
 # linear_top_k_divergence is given a teacher's log-probabilities, too.
 PUBLIC = pytest.mark.parametrize("op", [op for op in HEADS if "top_k" not in op.name], ids=repr)
-
-
-def results_and_gradients(call: Callable[..., Any], given: dict[str, Any], leaves: Any) -> Any:
-    results = call(**given)
-    results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
-    return [*results, *torch.autograd.grad(sum(y.square().sum() for y in results), leaves)]
-
-
-@PUBLIC
-def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
-    """Results and gradients are bitwise those of a caller that casts the tensors of the head.
-    Nothing inside the op is cast again, in particular not the float32 sums of the chunks."""
-    call, given = getattr(liger_ops, op.base), op.public_arguments(op.sample(torch.float32))
-    leaves = [t for t in given.values() if isinstance(t, Tensor) and t.requires_grad]
-    cast = {"x", "weight", "bias"}
-    cast |= {f"{side}_{name}" for side in ("student", "teacher") for name in cast}
-    narrow = {n: given[n].bfloat16() for n in cast & given.keys() if given[n] is not None}
-    expected = results_and_gradients(call, given | narrow, leaves)
-    torch._dynamo.reset()
-    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        with torch.autocast("cpu", torch.bfloat16):
-            found = results_and_gradients(run, given, leaves)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    # Neither float64 nor the arguments of the forward itself are cast.
-    wide, case = op.public_arguments(op.sample()), op.sample(torch.float32)
-    args = op.forward_args(case, op.tensors(case))
-    with torch.autocast("cpu", torch.bfloat16):
-        results = call(**wide), op.overload()(*args)
-    torch.testing.assert_close(results, (call(**wide), op.overload()(*args)), rtol=0, atol=0)
 
 
 @PUBLIC

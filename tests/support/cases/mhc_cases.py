@@ -236,5 +236,7 @@ OPS = (
         output_magnitudes=coeffs_magnitudes,
         gradient_magnitudes=coeffs_gradient_magnitudes,
         multiplies=True,
+        # Its coefficients are computed in the dtypes of their tensors.
+        autocast_keeps=INPUTS,
     ),
 )  # fmt: skip

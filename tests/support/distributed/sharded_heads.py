@@ -1,4 +1,4 @@
-"""A head and its tokens, whole and as one rank has them, and losses of both."""
+"""Calls of losses, whole and as one rank has them, and their comparison."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import liger_ops
 import ranks
 from liger_ops import distributed
+from op_table import OPS
+from op_under_test import OpUnderTest
 
 D = 6
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
@@ -74,6 +76,43 @@ def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
     return sum((r * f / r.numel()).sum() for r, f in zip(results, factors, strict=True))
 
 
+def case_of(op: OpUnderTest, V: int, dtype: torch.dtype, **fields: Any) -> Any:
+    """The sample of an entry, with (4, 3) tokens and V words."""
+    sizes = {"shape": (4, 3), "V": V, "W": V, **fields}
+    # A head's case has its sizes by their names.
+    of_head = {n: size for n, size in sizes.items() if hasattr(op.case_type, n)}
+    return op.sample(dtype, **(of_head or {"shape": (4, 3, V), **fields}))
+
+
+def loss_call(
+    name: str, V: int, dtype: torch.dtype, **fields: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors with gradients of the loss of an entry, with the LoRA of a head, and the other
+    arguments. All tokens of the first row are ignored, so that one rank may have no others."""
+    op = OPS[name]
+    case = case_of(op, V, dtype, **({"chunk_bytes": 64} if OPS[name].case_type else {}) | fields)
+    # Their values are drawn on the CPU.
+    with torch.device("cpu"):
+        given = op.public_arguments(case)
+    if given.get("target") is not None:
+        given["target"][0] = given["ignore_index"]
+    for side, rank in (("", "rank"), ("student_", "rank"), ("teacher_", "teacher_rank")):
+        if given.get(f"{side}x") is not None and getattr(case, rank):
+            a, b = (torch.randn(n, dtype=dtype) for n in ((2, given[f"{side}x"].shape[-1]), (V, 2)))
+            of_side = {f"{side}lora_a": a, f"{side}lora_b": b}
+            given |= of_side if side == "teacher_" else {n: leaf(x) for n, x in of_side.items()}
+    inputs = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    return inputs, {n: x for n, x in given.items() if n not in inputs and x is not None}
+
+
+def dims_of_call(
+    inputs: dict[str, Tensor], given: dict[str, Any], sequence_dim: int | None
+) -> dict[str, int | None]:
+    """Those of the tensors with gradients and of a teacher."""
+    taught = (n for n, x in given.items() if n.startswith("teacher") and isinstance(x, Tensor))
+    return dims_of((*inputs, *taught), sequence_dim)
+
+
 def compare(
     loss: str, inputs: dict[str, Tensor], dims: dict[str, int | None], options: dict[str, Any],
     sharding: dict[str, Any], **tolerance: float,
@@ -86,7 +125,8 @@ def compare(
         name: value.to(ranks.DEVICE) if isinstance(value, Tensor) else value
         for name, value in options.items()
     }
-    got = getattr(distributed, loss)(**parts, **options, **sharding)
+    taught = {n: here(x, dims[n]).detach() for n, x in options.items() if n in dims}
+    got = getattr(distributed, loss)(**parts, **options | taught, **sharding)
     check_gradients(
         getattr(liger_ops, loss)(**inputs, **options), got, inputs, parts, dims, **tolerance
     )
@@ -135,9 +175,17 @@ def check_gradients(
     expected: Any, got: Any, inputs: dict[str, Tensor], parts: dict[str, Tensor],
     dims: dict[str, int | None], **tolerance: float,
 ) -> None:  # fmt: skip
-    torch.testing.assert_close(got, expected, **tolerance)
-    of_whole = torch.autograd.grad(scalar(expected), list(inputs.values()))
-    of_parts = torch.autograd.grad(scalar(got), list(parts.values()))
-    for name, whole, grad in zip(inputs, of_whole, of_parts, strict=True):
-        assert type(grad) is Tensor
-        torch.testing.assert_close(grad, here(whole, dims[name]).detach(), **tolerance)
+    """The first result's gradient, twice, because the first backward takes what the forward
+    computed; and that of every result."""
+    sides = [x if isinstance(x, tuple) else (x,) for x in (expected, got)]
+    assert [x is None for x in sides[0]] == [x is None for x in sides[1]]
+    sides = [tuple(x for x in side if x is not None) for side in sides]
+    torch.testing.assert_close(sides[1], sides[0], **tolerance)
+    for count in (1, 1, len(sides[0])):
+        of_whole, of_parts = (
+            torch.autograd.grad(scalar(side[:count]), [*leaves.values()], retain_graph=True)
+            for side, leaves in zip(sides, (inputs, parts), strict=True)
+        )
+        for name, whole, grad in zip(inputs, of_whole, of_parts, strict=True):
+            assert type(grad) is Tensor
+            torch.testing.assert_close(grad, here(whole, dims[name]).detach(), **tolerance)

@@ -157,6 +157,7 @@ def head(name: str, **fields: Any) -> OpUnderTest:
             **fields.pop("computed", {}),
         },
         "sample_shape": lambda rows: (rows, 2),
+        "autocast_keeps": ("class_weight", "token_weight", "teacher_logits"),
     }
     return OpUnderTest(name=name, multiplies=True, autocast_as="linear", **given | fields)
 
