@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from .canonical import value
 from .replay import fake_mode_of
-from .rewrite import ORIGIN
+from .rewrite import insert
 
 
 class Emitter:
@@ -31,11 +31,7 @@ class Emitter:
             result = target(*known_args, **known_kwargs)
         if not nodes and isinstance(result, int):
             return result
-        with self.before.graph.inserting_before(self.before):
-            new = self.before.graph.call_function(target, args, kwargs)
-        origin = {key: self.before.meta[key] for key in ORIGIN if key in self.before.meta}
-        new.meta.update(origin, example_value=result)
-        return new
+        return insert(self.before, target, args, result, kwargs)
 
     def size(self, tensor: Any, dim: int) -> Any:
         """The size as a number, or as a node if it is symbolic."""

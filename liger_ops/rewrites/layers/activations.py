@@ -77,12 +77,11 @@ def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
     return 0.5 * gate * (1.0 + torch.tanh(inner)) * up
 
 
-_WIDE = torch.float32
 SWIGLU = [
     # Falcon-H1, Beam, Lumina and Llama.
     (_halves(lambda gate, up, multiplier: up * F.silu(gate * multiplier), multiplier=0.5), _swiglu),
-    (_halves(lambda gate, up: (F.silu(gate.to(_WIDE)) * up.to(_WIDE)).to(gate.dtype)), _swiglu),
-    (_halves(lambda gate, up: F.silu(gate.to(_WIDE)).to(gate.dtype) * up), _swiglu),
+    (_halves(lambda gate, up: (F.silu(gate.float()) * up.float()).to(gate.dtype)), _swiglu),
+    (_halves(lambda gate, up: F.silu(gate.float()).to(gate.dtype) * up), _swiglu),
     (_halves(lambda gate, up: F.silu(gate) * up), _swiglu),
 ]
 _LIMITS: dict[str, Any] = {"limit": 7.0, "lower": -7.0}

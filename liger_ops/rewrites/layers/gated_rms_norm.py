@@ -14,7 +14,6 @@ from ..engine.pattern import Match, Pattern
 from ..engine.rewrite import Refused, before_widening, number
 
 Activation = Callable[[Tensor], Tensor]
-_WIDE = torch.float32
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -59,24 +58,23 @@ def forms(activation: Activation) -> tuple[tuple[Callable[..., Tensor], Any, boo
     rounds."""
 
     def opened(gate: Tensor) -> Tensor:
-        return activation(gate.to(_WIDE))
+        return activation(gate.float())
 
     qwen3_next = lambda x, gate, weight, eps: (
-        weight * _norm(x.to(_WIDE), eps).to(x.dtype) * opened(gate)
+        weight * _norm(x.float(), eps).to(x.dtype) * opened(gate)
     ).to(x.dtype)
     kimi_linear = lambda x, gate, weight, eps: (
-        weight.to(_WIDE) * _norm(x.to(_WIDE), eps) * opened(gate)
+        weight.float() * _norm(x.float(), eps) * opened(gate)
     ).to(x.dtype)
     falcon_h1 = lambda x, gate, weight, eps, groups, weight_groups, whole: (
-        (weight.view(weight_groups) * _norm(x.to(_WIDE).view(groups), eps)).view(whole)
-        * opened(gate)
+        (weight.view(weight_groups) * _norm(x.float().view(groups), eps)).view(whole) * opened(gate)
     ).to(x.dtype)
     # Mamba 2 in versions of transformers without groups.
     one_group_after = lambda x, gate, weight, eps: (
-        weight * _norm(x.to(_WIDE) * opened(gate), eps).to(x.dtype)
+        weight * _norm(x.float() * opened(gate), eps).to(x.dtype)
     )
     mamba2 = lambda x, gate, weight, eps, groups, whole: (
-        weight * _norm((x.to(_WIDE) * opened(gate)).view(groups), eps).view(whole).to(x.dtype)
+        weight * _norm((x.float() * opened(gate)).view(groups), eps).view(whole).to(x.dtype)
     )
     falcon_h1_after = lambda x, gate, weight, eps, groups, weight_groups, whole: (
         (weight.view(weight_groups) * _norm((x * opened(gate)).view(groups), eps))

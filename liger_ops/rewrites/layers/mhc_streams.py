@@ -54,9 +54,13 @@ def rewrite_post_res(graph: fx.Graph, report: Report) -> None:
 
 def _put(match: Match, op: Any, search: Search) -> fx.Node:
     with search.state.modes_of(match.root):
-        args, nodes = _unrounded(match, search.state)
-        new = emit(match.root, op, args)
-        search.replace((replace(match, nodes=match.nodes | nodes), new))
+        values, nodes = dict(match.values), match.nodes
+        for name in ("h_post", "h_res"):
+            if name in values:
+                values[name], more = _before_rounding(values[name], match, search.state)
+                nodes |= more
+        new = emit(match.root, op, tuple(values[name] for name in _ARGUMENTS if name in values))
+        search.replace((replace(match, nodes=nodes), new))
     return new
 
 
@@ -80,40 +84,30 @@ def _after(h_pre: fx.Node) -> list[fx.Node]:
     return found[:0:-1]
 
 
-def _unrounded(match: Match, state: GraphState) -> tuple[tuple[Any, ...], set[fx.Node]]:
-    """The op's arguments, and the nodes that they make superfluous.
+def _before_rounding(
+    given: fx.Node, match: Match, state: GraphState
+) -> tuple[fx.Node, set[fx.Node]]:
+    """A coefficient of the streams, and the nodes that it makes superfluous.
 
     The code rounds h_post and h_res to the dtype of x, because PyTorch's product needs one dtype.
     The op takes them in float32, and so does not round them or their gradients.
     """
-    if "h_pre" in match.values:
-        return (match["x"], match["h_pre"]), set()
-    h_post, rounded_post = _before_rounding(match["h_post"], match, state)
-    turned = calls(match["h_res"], "transpose")
-    if turned is None:
-        h_res, rounded_res = _before_rounding(match["h_res"], match, state)
-    else:
-        h_res, rounded_res = _before_rounding(turned.args[0], match, state)
-        if rounded_res:
-            h_res = derive(match.root, torch.transpose, h_res, *turned.args[1])
-            rounded_res.add(match["h_res"])
-        else:
-            h_res = match["h_res"]
-    return (match["x"], match["f_out"], h_post, h_res), rounded_post | rounded_res
-
-
-def _before_rounding(given: Any, match: Match, state: GraphState) -> tuple[Any, set[fx.Node]]:
-    cast = calls(given, "cast")
+    turned = calls(given, "transpose")
+    rounded = turned.args[0] if turned else given
+    cast = calls(rounded, "cast")
     if cast is None or cast.args[1] != value(match["x"]).dtype:
         return given, set()
     source = cast.args[0]
     is_wide = is_tensor(source) and value(source).dtype is torch.float32
-    if not is_wide or not state.one_mode([given, match.root]):
+    if not is_wide or not state.one_mode([rounded, match.root]):
         return given, set()
-    if state.written([source], given, match.root):
+    if state.written([source], rounded, match.root):
         return given, set()
-    return source, {given}
+    if turned is not None:
+        source = derive(match.root, torch.transpose, source, *turned.args[1])
+    return source, {given, rounded}
 
 
+_ARGUMENTS = ("x", "h_pre", "f_out", "h_post", "h_res")
 PRE = Pattern(weighted_sum, x=(5, 7, 2, 3), h_pre=(5, 7, 2))
 POST_RES = Pattern(mixed, x=(5, 7, 2, 3), f_out=(5, 7, 3), h_post=(5, 7, 2), h_res=(5, 7, 2, 2))

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
+from ...engine.graph_state import needed_by
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
 from ...engine.rewrite import Refused, Search, attempt, derive, emit, items, viewed
@@ -80,11 +81,8 @@ def _put(matches: tuple[Match, ...], at: fx.Node, search: Search) -> None:
         passed |= combined
     # Views of tables that nothing else uses are erased with the match.
     matches = tuple(replace(match, nodes=match.nodes | passed) for match in matches)
-    args: tuple[Any, ...] = (*tensors, *tables, options.interleaved, options.per_pair)
-    if options.deinterleave:
-        args = (*args, None, True)
-    elif sections is not None:
-        args = (*args, sections)
+    *flags, deinterleave, _ = options
+    args = (*tensors, *tables, *flags, sections, deinterleave)
     with search.state.modes_of(at):
         op = emit(at, torch.ops.liger.rope.default, args)
     # The op's results have the strides of x; those of torch.cat do not.
@@ -138,19 +136,16 @@ def _as_result(at: fx.Node, match: Match, before: int, search: Search) -> fx.Nod
 
 def _later_views(x: fx.Node, at: fx.Node, before: int, search: Search) -> set[fx.Node]:
     """The views, casts and sizes from the position `before` on that x is made of."""
-    found: set[fx.Node] = set()
-    waiting = [x]
-    while waiting:
-        node = waiting.pop()
-        if search.state.order[node] < before:
-            continue
+    order = search.state.order
+    found = {
+        one for one in needed_by(x, end=lambda one: order[one] < before) if order[one] >= before
+    }
+    for node in filter(is_tensor, found):
         call = canonical(node)
-        if is_tensor(node) and (call is None or call.op not in {*CHEAP, IDENTITY}):
+        if call is None or call.op not in {*CHEAP, IDENTITY}:
             raise Refused(
                 f"{at.name} uses the first before {node.name}, of the second, is computed"
             )
-        found.add(node)
-        waiting += node.all_input_nodes
     return found
 
 
