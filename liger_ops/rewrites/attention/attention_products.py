@@ -87,7 +87,7 @@ def product_of_weights(node: Any) -> Weighted | None:
     return Weighted(weights, Operand(values, value_views), _permuted((*batch, i, d), result))
 
 
-def _product(node: Any) -> tuple[Call, Sequence[fx.Node], tuple[str, str, str]] | None:
+def _product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[str]]] | None:
     """A product of two tensors of 3 or 4 dimensions: the operands, and the subscripts that einsum
     has for them and for the result, different letters each."""
     call = canonical(node)
@@ -110,7 +110,7 @@ def _product(node: Any) -> tuple[Call, Sequence[fx.Node], tuple[str, str, str]] 
         return None
     if any(len(set(term)) != dim or len(term) != dim for term in (first, second, result)):
         return None
-    return call, operands, (first, second, result)
+    return call, operands, [first, second, result]
 
 
 def _permuted(term: Sequence[str], to: Sequence[str]) -> tuple[View, ...]:

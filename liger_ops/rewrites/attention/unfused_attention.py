@@ -23,22 +23,8 @@ from ..engine.report import Report
 from ..engine.rewrite import Refused, View, foreign
 from .attention_products import Operand, product_of_weights
 from .mask.scopes import Scope
+from .masks import Mask
 from .unfused_scores import ScoresReader, UnfusedScores
-
-
-@dataclass(frozen=True)
-class Mask:
-    """A tensor that is added to the scores, or a boolean one that fills some of them.
-
-    Attributes:
-        tensor: of a shape that broadcasts to (B, H, S, T).
-        visible: what a boolean mask has where the score stays; None for a tensor that is added.
-        fill: the number that a boolean mask writes where it hides a score.
-    """
-
-    tensor: Operand
-    visible: bool | None = None
-    fill: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +53,11 @@ class UnfusedAttention:
     sinks: fx.Node | None
     back: tuple[View, ...]
     nodes: frozenset[fx.Node]
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of scaled_dot_product_attention, and not written out."""
+        return self.nodes == {self.root}
 
     def inputs(self) -> list[fx.Node]:
         """The tensors that attention reads."""

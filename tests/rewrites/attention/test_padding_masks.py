@@ -181,7 +181,7 @@ def test_an_error_while_masks_are_looked_for_leaves_the_graph(monkeypatch):
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(padding, "padding_masks", broken)
+    monkeypatch.setattr(padding, "_conditions", broken)
     data = right_padding(LENGTH)
     rewritten, made = compiled(attention("padding"), strict=False)
     with pytest.warns(UserWarning, match="'padding' failed .ZeroDivisionError: broken"):
