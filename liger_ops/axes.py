@@ -9,17 +9,19 @@ A line names the axes of the arguments and of the results:
 * A lower-case axis may be sharded, and so may the rows: the op treats the positions independently,
   or adds what is computed from each. With a sharded axis, a result that lacks the axis is the sum
   of what the devices compute. An upper-case axis is computed as a whole, as a norm's columns are.
+* `h'` is an axis that is sharded with `h` and has a size of its own: keys may have fewer heads.
 * A number is a size, and `2*N` or `H*C+H` a size that follows from axes. `1` alone stands for one
   element, in any number of dimensions.
 * `loss=[*]` has these axes for the reduction "none" alone. An op without an argument `reduction` is
   a mean. No device knows the divisor of a mean, so that nothing may be sharded, unless the divisor
   is given as `num_items_in_batch`.
 * `target=*: int` says which dtypes an argument may have: `int` is int32 or int64, `number` any but
-  bool and complex, an argument's name that argument's dtype, and nothing any floating point dtype.
-  `predicted=*: int64` is the dtype of a result, if it is not that of the other results, or that of
-  the argument of this name.
+  bool and complex, `any` any, an argument's name that argument's dtype, and nothing any floating
+  point dtype. `predicted=*: int64` is the dtype of a result, if it is not that of the other
+  results, or that of the argument of this name; `lse=*: float32+x` is float32, or float64 if x is.
 * `gate=* n, up=* n -> y=* n | gate=* 2*N -> y=* N` are two forms of a call. The first form that
   names every given tensor is the call's.
+* `cos=?` has axes that depend on the call. `library.define` is given a function for them.
 
 A backward op has the line of its forward. Its arguments are arguments and results of the forward,
 and gradients `d<result>`; its results are gradients `d<argument>`.
@@ -28,7 +30,6 @@ and gradients `d<result>`; its results are gradients `d<argument>`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -89,10 +90,10 @@ def lines(text: str) -> tuple[Line, ...]:
     return tuple(Line(*map(_entries, form.split("->"))) for form in text.split("|"))
 
 
-def line_of_call(axes: str | Callable[[Any], str], call: Any, reduction: str | None = None) -> Line:
+def line_of_call(axes: str, call: Any, reduction: str | None = None) -> Line:
     """The line of a call, whose arguments are tensors, or stand for tensors; of the call with
     another reduction, if one is given."""
-    forms = lines(axes if isinstance(axes, str) else axes(call))
+    forms = lines(axes)
     line = next(form for form in forms if not any(_is_given(call, n) for n in unnamed(form, forms)))
     reduction = reduction or str(getattr(call, "reduction", "mean"))
     return line.reduced_by(reduction, _is_given(call, "num_items_in_batch"))
@@ -117,7 +118,7 @@ def _entries(side: str) -> dict[str, Entry]:
 
 
 def _entry(text: str) -> tuple[str, Entry]:
-    name, axes, dtype = re.fullmatch(r"\s*(\w+)=([^:]*?)\s*(?::\s*(\w+)\s*)?", text).groups()  # type: ignore[union-attr]
+    name, axes, dtype = re.fullmatch(r"\s*(\w+)=([^:]*?)\s*(?::\s*([\w+]+)\s*)?", text).groups()  # type: ignore[union-attr]
     outside = re.sub(r"\[.*\]", "", axes)
     reduced = None if outside == axes else tuple(outside.split())
     return name, Entry(tuple(axes.strip("[]").split()), reduced, dtype or "")

@@ -61,8 +61,8 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 def define(
     strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
-    axes: str | Callable[[Any], str] = "", dtype: str = "",
-    options: Options | None = None,
+    axes: str = "", dtype: str = "", options: Options | None = None,
+    axes_of_call: Callable[[Any, str], str] | None = None,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
@@ -72,10 +72,10 @@ def define(
     copy. `needs_exact_strides` is for outputs that follow the strides of the inputs.
 
     `returns` are the names of the results in the schema. `axes` is the op's line (see `axes`), from
-    which follow its checks, outputs and sharding rule, and those of its backward. It may be a
-    function of the call, for the sharding rule of an op with a fake of its own in `meta`. `dtype`
-    is that of the results, by default the first tensor's: "x+y" is that of x + y, and "float32+x"
-    is float32, or float64 if x is. `options` are the values that arguments may have.
+    which follow its checks, outputs and sharding rule, and those of its backward; where it has a
+    `?`, `axes_of_call` gives a call's line to the sharding rule. `dtype` is that of the results, by
+    default the first tensor's: "x+y" is that of x + y, and "float32+x" is float32, or float64 if x
+    is. `options` are the values that arguments may have.
 
     Keyword-only parameters of the definition are not in the schema: they are for callers of the
     definition. The gradient of a backward op is that of its definition.
@@ -95,7 +95,7 @@ def define(
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        given = (strides, axes, dtype, options or {})
+        given = (strides, axes, dtype, options or {}, axes_of_call)
         op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, *given)
         autograd.register(op)
         refuse_nested(op)

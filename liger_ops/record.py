@@ -32,9 +32,10 @@ class Op:
     # Which strides Inductor gives to the inputs.
     strides: torch.Tag
     # What `library.define` was given.
-    axes: str | Callable[[Any], str]
+    axes: str
     dtype: str
     options: Options
+    axes_of_call: Callable[[Any, str], str] | None
     fake: Callable[[Any], Any] | None = None
     # Device -> the function that runs the op there, and the one that gives it its kernel.
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)

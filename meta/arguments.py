@@ -21,6 +21,7 @@ DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "": (Tensor.is_floating_point, "a floating point tensor"),
     "int": (lambda tensor: tensor.dtype in (torch.int64, torch.int32), "int64 or int32"),
     "int32": (lambda tensor: tensor.dtype is torch.int32, "int32"),
+    "any": (lambda tensor: True, "a tensor"),
     "number": (lambda x: x.dtype is not torch.bool and not x.is_complex(), "a number"),
 }
 
@@ -47,6 +48,10 @@ class Names:
         entry = self.line.of(name)
         assert entry is not None, f"{self.op}: the line does not name the argument {name}"
         return entry
+
+    def axes_of_argument(self, name: str) -> tuple[str, ...]:
+        """The axes of an argument of the forward."""
+        return self.tensors[name].axes if name in self.line.arguments else ()
 
     def like(self, axes: tuple[str, ...]) -> str | None:
         """The first tensor with these axes."""
@@ -104,7 +109,7 @@ def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Chec
                 read = sizes.arguments(entry.axes) & optional - {index}
                 shape = _if_given(names.shape(entry, sizes), index, read)
                 meaning = names.meaning(name, entry.axes)
-        same = names.index.get(dtype)
+        same = names.index.get(dtype, names.index.get(f"d{dtype}"))
         rows.append((index, name, is_accepted, accepted, same, dtype, fits, form, shape, meaning))
 
     def check(call: Any) -> None:

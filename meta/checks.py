@@ -5,7 +5,7 @@ Every message names the op, the argument, the accepted values and the value give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,6 @@ def floating(call: Any, *names: str) -> None:
             )
 
 
-def same_device(call: Any, x: str, *names: str) -> None:
-    device = getattr(call, x).device
-    for name, tensor in given(call, names):
-        if tensor.device != device:
-            raise ValueError(
-                f"{op(call)}: {name} must be on {x}'s device, {device}, got {tensor.device}"
-            )
-
-
 def shape(call: Any, name: str, expected: Sequence[int], meaning: str) -> None:
     tensor = getattr(call, name)
     if tensor is not None and not equal(tensor.shape, expected, f"{op(call)}: {name}"):
@@ -52,37 +43,11 @@ def shape(call: Any, name: str, expected: Sequence[int], meaning: str) -> None:
         )
 
 
-def at_least_dims(call: Any, x: str, dims: int, form: str) -> None:
-    tensor = getattr(call, x)
-    if tensor.dim() < dims:
-        raise ValueError(f"{op(call)}: {x} must be {form}, got shape {tuple(tensor.shape)}")
-
-
 def at_least_one(call: Any, x: str, what: str, dim: int = -1) -> None:
     """Check a dimension of the argument named `x`."""
     shape = tuple(getattr(call, x).shape)
     if shape[dim] < 1:
         raise ValueError(f"{op(call)}: {x} must have at least one {what}, got {shape}")
-
-
-def choice(call: Any, name: str, accepted: Sequence[str]) -> None:
-    value = getattr(call, name)
-    if value not in accepted:
-        names = ", ".join(map(repr, accepted))
-        raise ValueError(f"{op(call)}: {name} must be one of {names}, got {value!r}")
-
-
-def epsilon(call: Any) -> None:
-    if not call.eps >= 0:
-        raise ValueError(f"{op(call)}: eps must be a number of at least 0, got {call.eps}")
-
-
-def same_form(call: Any, x: str, *names: str) -> None:
-    """Check that tensors are floating point, with the device and shape of the one named `x`."""
-    floating(call, *names)
-    same_device(call, x, *names)
-    for name in names:
-        shape(call, name, getattr(call, x).shape, x)
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,18 +63,8 @@ def wide(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if torch.float64 in given else torch.float32
 
 
-def gradients(
-    call: Any, *names: str, allocate: Callable[[Tensor], Tensor] = like
-) -> tuple[Tensor | None, ...]:
-    """Allocate the gradients of the tensors in `names` that call.output_mask asks for."""
-    tensors = (getattr(call, name) for name in names)
-    return tuple(
-        allocate(tensor) if wanted and tensor is not None else None
-        for wanted, tensor in zip(call.output_mask, tensors, strict=True)
-    )
-
-
-def in_layout_of(tensor: Tensor) -> Tensor:
+def in_layout_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate an uninitialised dense tensor of the same shape and order of dimensions."""
     order = memory_order(tensor)
-    return tensor.new_empty([tensor.shape[dim] for dim in order]).permute(inverse(order))
+    shape = [tensor.shape[dim] for dim in order]
+    return tensor.new_empty(shape, dtype=dtype).permute(inverse(order))

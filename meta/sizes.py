@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..axes import MANY
@@ -25,8 +25,9 @@ class Slice(NamedTuple):
 class Sizes:
     """The sizes of axes, each read from the first tensor that has the axis."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, Slice | Shape] = {}
+    def __init__(self, found: Mapping[str, Shape]) -> None:
+        """`found` are the sizes that no tensor has."""
+        self.found: dict[str, Slice | Shape] = dict(found)
 
     def read(self, index: int, axes: Sequence[str]) -> list[str]:
         """Read the sizes of an argument's axes that are not known yet, and return these axes."""
@@ -35,7 +36,7 @@ class Sizes:
         for i, axis in enumerate(axes):
             multiple = MULTIPLE.fullmatch(axis)
             name = multiple[2] if multiple else axis
-            if name in self.found or not (name.isidentifier() or name in MANY):
+            if name in self.found or not (name.rstrip("'").isidentifier() or name in MANY):
                 continue
             stop = i + 1 if i < many else i + 1 - count
             sizes = Slice(index, i if i <= many else i - count, stop if i + 1 < count else None)

@@ -15,12 +15,12 @@ from ..rewrites.engine.pattern import torch_linear
 from . import lora as lora_layers
 from . import loss as losses
 from .attention import attention as attentions
-from .layers import rope as rotary_embeddings
-from .layers.experts import router_losses
 from .layers.experts.experts import Experts
+from .layers.experts.router_losses import RouterLosses
 from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
+from .layers.rotary import Rotary
 from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
@@ -31,15 +31,15 @@ from .unknown_arguments import naming_unknown
 PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
     "norms": (Norms.plan,),
     "activations": (GatedMLPs.plan, Experts.plan),
-    "rope": (rotary_embeddings.plan,),
+    "rope": (Rotary.plan,),
     "attention": (attentions.plan,),
     "hyper_connections": (HyperConnections.plan,),
     "lora": (lora_layers.plan,),
     # The loss with the head is fused after these.
-    "loss": (router_losses.plan,),
+    "loss": (RouterLosses.plan,),
 }
 # The kind of a switch's findings, where it has another name.
-KINDS = {"rope": rotary_embeddings.KIND}
+KINDS = {"rope": Rotary.title}
 
 __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..rewrites.engine.report import Finding
 from . import classes
 from .attention import attention
-from .layers import rope
+from .layers.rotary import Rotary
 
 ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 DOORS = "torch.compile(model, backend='liger') and liger_ops.enable() find it in any code"
@@ -44,7 +44,7 @@ def not_looked_for(
         if isinstance(module, nn.Linear) and module.out_features in words and not has_loss:
             reasons["loss"] = NO_LOSS
         elif ATTENTION_NAME.search(class_name):
-            reasons = {rope.KIND: NO_ROPE, attention.KIND: NO_ATTENTION}
+            reasons = {Rotary.title: NO_ROPE, attention.KIND: NO_ATTENTION}
         for kind, reason in reasons.items():
             if kind in kinds and (kind, name) not in told:
                 yield Finding("", reason, name, class_name=class_name, kind=kind)

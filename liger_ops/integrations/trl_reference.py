@@ -19,12 +19,12 @@ from torch import nn
 
 from ..fusion import classes, fuse
 from ..fusion.attention import attention
-from ..fusion.layers import rope
 from ..fusion.layers.experts.experts import Experts
 from ..fusion.layers.gated import GatedMLPs
 from ..fusion.layers.hyper_connections import HyperConnections
 from ..fusion.layers.modulated_norms import ModulatedNorms
 from ..fusion.layers.norms import FUSED_CLASSES, Norms
+from ..fusion.layers.rotary import Rotary
 from .replaced import Replaced
 
 # The trainers with a reference model, and the function that makes it.
@@ -55,7 +55,7 @@ def fused_parts(model: nn.Module) -> dict[str, bool]:
         "norms": bool(kinds & {Norms.name, ModulatedNorms.name})
         or any(isinstance(module, FUSED_CLASSES) for module in modules),
         "activations": bool(kinds & {GatedMLPs.name, Experts.name}),
-        "rope": rope.KIND in kinds,
+        "rope": Rotary.name in kinds,
         "attention": attention.KIND in kinds,
         "loss": "loss" in kinds,
         "hyper_connections": HyperConnections.name in kinds,

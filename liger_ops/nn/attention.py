@@ -43,6 +43,13 @@ class NeighborhoodAttention(Options):
     border: str = "clipped"
     scale: float | None = None
 
+    def _check(self) -> None:
+        """Raise as the op does for dimensions of any length."""
+        given = (self.kernel_size, self.dilation, self.is_causal)
+        dims = max(len(per_dimension(values, 1)) for values in given)
+        query = torch.empty(0, 1, *[2**20] * dims, 1, device="meta")
+        neighborhood_attention(query, query, query, *self.options)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return neighborhood_attention(query, key, value, *self.options)
 
@@ -55,14 +62,14 @@ class MultiTokenAttention(nn.Module):
 
     Args:
         in_channels: the number C of heads of scores.
-        out_channels: the number C_out of heads of the result.
+        out_channels: the number E of heads of the result.
         kernel_size: of the convolution over queries and keys; a value for both dimensions, or a
             list of one for each.
         bias: whether the module has a bias.
 
     Attributes:
-        weight: (C_out, C / groups, K_i, K_j). It starts as that of `torch.nn.Conv2d`.
-        bias: (C_out,), or None. It starts as zeros.
+        weight: (E, C / groups, P, Q). It starts as that of `torch.nn.Conv2d`.
+        bias: (E,), or None. It starts as zeros.
 
     Example:
         >>> module = liger_ops.nn.MultiTokenAttention(2, 4, 3, padding=1)

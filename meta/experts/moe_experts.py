@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...ops.shapes import equal
 from ...ops.strides import is_transposed
 from .. import checks
-from ..lines import EXCEPTIONS, also
+from ..lines import also, gives
 
 
 @also("moe_experts")
@@ -37,9 +38,9 @@ def whole_loras(call: Any) -> None:
             )
 
 
-def dense(tensor: Tensor) -> Tensor:
+@gives("like", "moe_experts")
+def dense(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate an uninitialised dense tensor, in which a stack of matrices has its order."""
-    return checks.like(tensor.mT).mT if is_transposed(tensor) else checks.like(tensor)
-
-
-EXCEPTIONS["moe_experts"] = EXCEPTIONS["moe_experts"]._replace(like=dense)
+    if tensor.dim() == 3 and is_transposed(tensor):
+        return checks.like(tensor.mT, dtype).mT
+    return checks.like(tensor, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ops.heads.gradients import gradient_dtypes
 from ...ops.heads.head import HEAD, trained
 from .. import checks
-from ..lines import also, gradients_of_forward
+from ..lines import also, gives
 
 LOSSES = (
     "linear_cross_entropy", "linear_log_prob", "linear_top_k_divergence", "linear_divergence",
@@ -75,7 +75,7 @@ def accumulation(call: Any) -> None:
         )
 
 
-@gradients_of_forward("linear_cross_entropy", "linear_divergence")
+@gives("gradients", "linear_cross_entropy", "linear_divergence")
 def forward_gradients(call: Any) -> tuple[Tensor | None, ...]:
     """Allocate the gradients that the forward computes."""
     names = trained(call)

@@ -8,12 +8,14 @@ from ..checks import op
 from ..lines import also
 
 
-@also("rms_norm", "fused_add_rms_norm", "modulated_rms_norm")
+@also("rms_norm", "fused_add_rms_norm", "modulated_rms_norm", "rms_norm_rope")
 def offset(call: Any) -> None:
-    if call.weight is None and call.offset != 0:
-        raise ValueError(
-            f"{op(call)}: offset must be 0 without a weight to add it to, got {call.offset}"
-        )
+    for name in ("weight", "q_weight", "k_weight"):
+        if getattr(call, name, call) is None and call.offset != 0:
+            raise ValueError(
+                f"{op(call)}: offset must be 0 without {name}, to which it is added, got"
+                f" {call.offset}"
+            )
 
 
 @also("gated_rms_norm")

@@ -1,46 +1,24 @@
-"""rope: checks and outputs."""
+"""rope and rms_norm_rope: the tables of cos and sin."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ... import library
 from ...ops.rope.rope import holds_matrices, rotated_columns
 from .. import checks
+from ..lines import also, gives
+
+gives("like", "rope", "rms_norm_rope")(checks.in_layout_of)
 
 
-@library.fake("rope")
-def rope(call: Any) -> tuple[Tensor, Tensor]:
-    check(call, "q", "k")
-    return checks.in_layout_of(call.q), checks.in_layout_of(call.k)
-
-
-@library.fake("rope_backward")
-def rope_backward(call: Any) -> tuple[Tensor | None, ...]:
-    check(call, "dq", "dk")
-    return checks.gradients(call, "dq", "dk", allocate=checks.in_layout_of)
-
-
-def check(call: Any, q_name: str, k_name: str) -> None:
-    """Check two tensors of heads, and the tables of cos and sin that rotate them."""
-    op, q, k = checks.op(call), getattr(call, q_name), getattr(call, k_name)
-    cos, sections = call.cos, call.sections
-    checks.floating(call, q_name, k_name)
-    if k.dtype != q.dtype:
-        raise TypeError(f"{op}: {k_name} must have {q_name}'s dtype, {q.dtype}, got {k.dtype}")
-    _check_table_dtypes(call)
-    if q.dim() != 4:
-        raise ValueError(f"{op}: {q_name} must be (B, heads, S, D), got shape {tuple(q.shape)}")
-    checks.same_device(call, q_name, k_name, "cos", "sin")
-    B, _, S, D = q.shape
-    if k.dim() != 4 or k.shape[0] != B or k.shape[2] != S or k.shape[3] != D:
-        raise ValueError(
-            f"{op}: {k_name} must have the shape of {q_name} but for the heads,"
-            f" {(B, 'heads', S, D)}, got {tuple(k.shape)}"
-        )
+@also("rope", "rms_norm_rope", shapes=("cos", "sin"))
+def tables(call: Any) -> None:
+    op, cos, sections = checks.op(call), call.cos, call.sections
+    q_name = "q" if hasattr(call, "q") else "dq"
+    _check_dtypes(call)
+    B, _, S, D = getattr(call, q_name).shape
     # A table per pair or element is one per matrix without the two dimensions of a matrix.
     of_matrices = holds_matrices(cos, call.sin)
     per_pair = call.per_pair or call.sin is None
@@ -81,7 +59,7 @@ def check(call: Any, q_name: str, k_name: str) -> None:
         )
 
 
-def _check_table_dtypes(call: Any) -> None:
+def _check_dtypes(call: Any) -> None:
     op, cos, sin = checks.op(call), call.cos, call.sin
     if not cos.is_complex():
         checks.floating(call, "cos", "sin")

@@ -78,6 +78,16 @@ def test_ours_and_torchs_compute_the_same(op: str) -> None:
 
 
 @EVERY_OP
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_the_definition_rounds_no_more_than_the_models_code(op: str, dtype: torch.dtype) -> None:
+    """Results and gradients, and no more than a few roundings: this is the independent computation
+    behind the tests of kernels."""
+    models = "aten" if ENTRIES[op].eager is None else "eager"
+    ours, theirs = (error_of(op, call_of(op, name, dtype)) for name in ("liger_ops", models))
+    assert ours <= min(1.25 * theirs, 0.75 * torch.finfo(dtype).eps)
+
+
+@EVERY_OP
 def test_a_changed_reference_is_noticed(op: str) -> None:
     entry, call = ENTRIES[op], call_of(op, "liger_ops", torch.float32)
 

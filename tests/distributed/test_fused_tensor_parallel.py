@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import ranks
 from adapted_heads import adapted, styled
+from cross_entropy_cases import TERMS
 from fused_families import EXPERTS, VOCABULARY, Family, text
 from liger_ops import backend, fuse
 from parallel_plans import parallel
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.device_kernels
 
 SECONDS = 400
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"label_smoothing": 0.1, "lse_square_scale": 1e-2},
+    TERMS,
     {"use_token_scaling": True},
     {"reduction": "none"},
 )

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import inductor, library
+from liger_ops.axes import MANY, lines
 from liger_ops.decompositions import definitions
 from op_checks import (
     as_tuple,
@@ -465,13 +466,14 @@ def test_what_no_op_takes_is_refused(op: OpUnderTest, backward: bool) -> None:
 
 @EVERY_OP
 def test_every_tensor_is_checked(op: OpUnderTest) -> None:
-    """Integers, another device and another shape are refused in each position, eagerly and in
-    tracing."""
+    """Integers, another device, another shape and a number are refused in each position, eagerly
+    and in tracing."""
     case = op.sample(torch.float32)
     for backward in (False, True):
         args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
         arguments = op.overload(backward)._schema.arguments
         name = op.backward_name if backward else op.name
+        axes = library.declared(library.OPS[name]).axes
         for i, arg in enumerate(args):
             if not isinstance(arg, Tensor):
                 continue
@@ -482,6 +484,9 @@ def test_every_tensor_is_checked(op: OpUnderTest) -> None:
             if arguments[i].name not in op.leading:
                 twice = torch.cat([arg, arg]) if arg.dim() else torch.stack([arg, arg])
                 changes.append((twice, ValueError))
+            entry = isinstance(axes, str) and lines(axes)[0].of(arguments[i].name)
+            if entry and entry.reduced is None and set(entry.axes) - set(MANY):
+                changes.append((arg.flatten()[0], ValueError))
             for wrong, error in changes:
                 given = (*args[:i], wrong, *args[i + 1 :])
                 with pytest.raises(error) as eager:

@@ -39,9 +39,10 @@ def base_of(name: str) -> str:
 
 def line_of(op: Op, call: Any, reduction: str | None = None) -> Line:
     """The line of a call, or of the call with another reduction."""
-    axes = declared(op).axes
-    if not axes:
+    known = declared(op)
+    if not known.axes:
         raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
+    axes = known.axes if known.axes_of_call is None else known.axes_of_call(call, known.axes)
     return line_of_call(axes, call, reduction)
 
 
@@ -82,8 +83,8 @@ def dimensions(axes: Sequence[str], many: int, columns: str = "") -> list[str | 
         if axis in MANY:
             named += [f"*{i}" if axis == "*" else None for i in range(many)]
         else:
-            # The columns of two packed halves are columns.
-            name = axis.removeprefix("2*")
+            # The columns of two packed halves are columns, and heads of keys are heads.
+            name = axis.removeprefix("2*").removesuffix("'")
             named.append(name if name.islower() or name == columns else None)
     return named
 

@@ -95,10 +95,11 @@ def of_shard(call: Any, tokens: Tokens | Labels, **changed: Any) -> Any:
     """The call of the rank's words alone. Its loss is sum_c weight_c * (lse - x_c) / held, if the
     call's loss needs a sum over words, and its class weights serve no other sum."""
     changed["class_weight" if hasattr(call, "x") else "weight"] = tokens.class_weight
+    # Not float() of the comparison: a compiled number may be a symbol.
+    changed["label_smoothing"] = 1.0 if call.label_smoothing != 0 else 0.0
     return call._replace(
         target=tokens.target, token_weight=None, num_items_in_batch=None, ignore_index=IGNORED,
-        reduction="none", label_smoothing=float(call.label_smoothing != 0), lse_square_scale=0.0,
-        **changed,
+        reduction="none", lse_square_scale=0.0, **changed,
     )  # fmt: skip
 
 

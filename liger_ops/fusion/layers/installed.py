@@ -34,19 +34,36 @@ def methods_of(
 ) -> dict[str, Any]:
     """The method `name` of a module's class, replaced."""
     original, program, hold = getattr(base, name), facts.program, facts.assumptions.hold
-    names = program.arguments
-    parameters = inspect.signature(original).parameters
+    used = [one in program.used for one in program.arguments]
+    arranged, run = arranging(original, program.arguments), running(facts, caller)
+
+    @functools.wraps(original)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = arranged(args, kwargs) if kwargs or len(args) != len(used) else args
+        if given is None or [one is not None for one in given] != used or not hold(self, given[0]):
+            return original(self, *args, **kwargs)
+        result = run(self, given)
+        return original(self, *args, **kwargs) if result is None else result
+
+    return {name: replaced}
+
+
+def arranging(
+    function: Any, names: tuple[str, ...]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]:
+    """A function that arranges the arguments of a call of `function` by position: None for a call
+    that its code has to judge."""
+    parameters = inspect.signature(function).parameters
     defaults = {
         one: parameters[one].default
         for one in names
         if parameters[one].default is not inspect.Parameter.empty
     }
-    used = [one in program.used for one in names]
-    paths, constants, steps, returned = _laid_out(facts, caller)
-    is_one = isinstance(program.returned, Value)
+    needed, ends = len(names) - len(defaults), tuple(defaults.values())
 
     def arranged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The arguments of a call by position, or None for a call that the code has to judge."""
+        if not kwargs and needed <= len(args) <= len(names):
+            return (*args, *ends[len(args) - needed :])
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         doubled = any(one in names[: len(args)] for one in kwargs)
         if len(args) > len(names) or len(given) != len(names) or doubled:
@@ -54,22 +71,31 @@ def methods_of(
         found = tuple([given.get(one) for one in names])
         return found if all(one in given for one in names) else None
 
-    @functools.wraps(original)
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = arranged(args, kwargs) if kwargs or len(args) != len(names) else args
-        if given is None or [one is not None for one in given] != used or not hold(self, given[0]):
-            return original(self, *args, **kwargs)
-        own = self._parameters
-        held = [getattr(getattr(self, of), one) if of else own.get(one) for of, one in paths]
-        values = [self, *given, *held, *constants]
+    return arranged
+
+
+def running(
+    facts: Facts, caller: Callable[[Facts, Step, int], Called]
+) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """A function that runs a program for a module and arguments: None where an op does not compute
+    what the code does."""
+    paths, constants, steps, returned = _laid_out(facts, caller)
+    is_one = isinstance(facts.program.returned, Value)
+
+    def run(module: Any, given: tuple[Any, ...]) -> Any:
+        held = [
+            getattr(getattr(module, of), one) if of else module._parameters.get(one)
+            for of, one in paths
+        ]
+        values = [module, *given, *held, *constants]
         for call, indices in steps:
             value = call(*[values[i] for i in indices])
             if value is None:
-                return original(self, *args, **kwargs)
+                return None
             values.append(value)
         return values[returned[0]] if is_one else tuple([values[i] for i in returned])
 
-    return {name: replaced}
+    return run
 
 
 def _laid_out(facts: Facts, caller: Callable[[Facts, Step, int], Called]) -> tuple[Any, ...]:

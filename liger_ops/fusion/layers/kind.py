@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +96,10 @@ class Kind:
     def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
         """Replace what ops compute in the graph of a trace."""
         return rewrite(traced.graph, names, strict=True)
+
+    def casts_of(self, traced: Traced) -> tuple[Collection[torch.dtype], Mapping[torch.dtype, int]]:
+        """The casts in a trace that are no steps, and those that are, as `written` takes them."""
+        return (traced.case.dtype,) if self.casts else (), {}
 
     def form_of(self, module: nn.Module, form: Any, traced: Traced, program: Program) -> Any:
         """What `Facts.form` is, of the first trace."""
@@ -192,7 +196,8 @@ class Kind:
 
     def compare(self, trace: ModuleTrace, program: Program, case: Case) -> Program:
         """The program of a case, which must be `program`, but for casts that do nothing there."""
-        case = replace(case, shapes={name: case.shapes[name] for name in program.used})
+        shapes = {name: shape for name, shape in case.shapes.items() if name in program.used}
+        case = replace(case, shapes=shapes)
         try:
             traced = trace.run(case)
             found = self.program(traced, self.again(program), program)
@@ -205,7 +210,8 @@ class Kind:
             raise NotAnOp(f"it is {program} once, and it {what} in another case ({case})")
         if not self.casts:
             return program
-        return written(traced, self.ops, self.functions, "kept").rounding_as(program)
+        kept = {traced.case.dtype: 0}
+        return written(traced, self.ops, self.functions, kept=kept).rounding_as(program)
 
     def program(
         self, traced: Traced, names: Collection[str], first: Program | None = None
@@ -221,7 +227,7 @@ class Kind:
         ops = self.ops or tuple(names)
         if not any(op_of(node) in ops for node in traced.graph.graph.nodes):
             raise NotAnOp(reason_for_none(report, names))
-        program = written(traced, ops, self.functions, "dropped" if self.casts else "refused")
+        program = written(traced, ops, self.functions, *self.casts_of(traced))
         is_wide = traced.case.dtype in (torch.float32, torch.float64)
         return program.rounding_as(first) if first and is_wide else program
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ...torch_private import DataDependentOutputException
 from .. import classes
 from ..assumptions import Reads
 from ..probing import NotAnOp, dtype_name, first_line, own_attributes
@@ -41,6 +42,7 @@ class Case:
         name. Any other child returns the shape and dtype that it is given.
     results: the dtype of what the children in `columns` return, None for that of what they are
         given.
+    constants: arguments that are no tensors, by name.
     tolerates: the refusals of the case that do not mean that a module is left.
     """
 
@@ -50,6 +52,7 @@ class Case:
     columns: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     results: torch.dtype | None = None
     training: bool = True
+    constants: Mapping[str, Any] = field(default_factory=dict)
     tolerates: type[NotAnOp] | tuple[()] = ()
 
     @property
@@ -148,6 +151,8 @@ class ModuleTrace:
         """
         trace = Trace()
         calls: dict[str, ChildCall] = {}
+        for name, one in case.constants.items():
+            trace.graph.placeholder(name).meta["example_value"] = one
         given = {
             name: trace.input(name, shape, case.dtypes[name]) for name, shape in case.shapes.items()
         }
@@ -166,13 +171,14 @@ class ModuleTrace:
                 # The method is called directly, because a call of the module would run its hooks.
                 method = getattr(self.copy, self.method)
                 is_whole = len(given) == len(self.arguments)
-                result = method(*given.values()) if is_whole else method(**given)
+                result = method(*given.values()) if is_whole else method(**given, **case.constants)
         except NotAnOp:
             raise
         except Exception as error:
             what = "it" if self.method == "forward" else f"its {self.method}"
             text = f"{what} fails on fake tensors ({case}): {first_line(error)}"
-            raise FailsInTrace(text) from None
+            reads_values = isinstance(error, DataDependentOutputException)
+            raise (NotAnOp if reads_values else FailsInTrace)(text) from None
         if list(map(id, before.values())) != list(map(id, own_attributes(self.copy).values())):
             raise NotAnOp("its forward changes its attributes")
         leaves, form = pytree.tree_flatten(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ MODE = "casting_mode"
 NAMED = {"dim", "chunks", "inplace"}
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+NO_CASTS: Mapping[torch.dtype, int] = {}
 
 
 @dataclass(frozen=True)
@@ -106,25 +107,28 @@ class Program:
 
 
 def written(
-    traced: Traced, ops: Collection[str], functions: Collection[str], casts: str
-) -> Program:
+    traced: Traced, ops: Collection[str], functions: Collection[str],
+    dropped: Collection[torch.dtype] = (), kept: Mapping[torch.dtype, int] = NO_CASTS,
+) -> Program:  # fmt: skip
     """The program of a graph.
 
-    ops, functions: which ops, and functions of torch, it may contain, by their names. casts: what
-    becomes of casts to x's dtype: "refused", "dropped" or "kept".
+    ops, functions: which ops, and functions of torch, it may contain, by their names. dropped: the
+    dtypes to which casts are no steps. kept: those to which they are, each with the index of the
+    argument whose dtype it is. Other casts are refused.
 
     Raises:
         NotAnOp: it computes something else; the text gives the reason.
     """
-    return _Writer(traced, ops, functions, casts).program()
+    return _Writer(traced, ops, functions, dropped, kept).program()
 
 
 class _Writer:
     def __init__(
-        self, traced: Traced, ops: Collection[str], functions: Collection[str], casts: str
-    ) -> None:
+        self, traced: Traced, ops: Collection[str], functions: Collection[str],
+        dropped: Collection[torch.dtype], kept: Mapping[torch.dtype, int],
+    ) -> None:  # fmt: skip
         self.traced, self.arguments = traced, traced.arguments
-        self.ops, self.functions, self.casts = ops, functions, casts
+        self.ops, self.functions, self.dropped, self.kept = ops, functions, dropped, kept
         self.calls = traced.called()
         self.values: dict[fx.Node, Any] = {}
         self.results: dict[str, Value] = {}
@@ -207,11 +211,11 @@ class _Writer:
         raise NotAnOp(f"it reads a tensor that is not among its arguments: {target}")
 
     def cast(self, source: Any, dtype: Any) -> Value | Parameter:
-        if self.casts == "refused" or dtype is not self.traced.case.dtype:
-            raise NotAnOp(f"it casts to {dtype} beside {self.beside()}")
-        if self.casts == "dropped":
+        if dtype in self.dropped:
             return self.argument(source)
-        return self.step(FUNCTION, CAST, (source, Value(0)))
+        if dtype not in self.kept:
+            raise NotAnOp(f"it casts to {dtype} beside {self.beside()}")
+        return self.step(FUNCTION, CAST, (source, Value(self.kept[dtype])))
 
     def step(
         self, kind: str, name: str, args: tuple[Any, ...], keywords: tuple[str, ...] = ()

@@ -1,29 +1,282 @@
-"""Functions that compute rope, and the forms of call in which they do."""
+"""Rotary embeddings: the function of queries, keys and tables that a forward calls becomes rope.
+
+In transformers it is a function of the model's file, which every attention of that file calls.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-# Layout of the queries -> functions to view them as (B, heads, S, D), as the op does, and back.
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "bhsd": (lambda x: x, lambda x: x),
-    "bshd": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
-    "shd": (lambda x: x.transpose(0, 1).unsqueeze(0), lambda x: x.squeeze(0).transpose(0, 1)),
-}
+from ...rewrites.engine.canonical import IDENTITY, canonical, value
+from ...rewrites.engine.graph_state import erase_unused, needed_by
+from ...rewrites.engine.recognise import bound
+from ...rewrites.engine.report import Report
+from ...rewrites.engine.rewrite import derive
+from .. import classes
+from ..planning import Plan
+from ..probing import NotAnOp, dtype_name, own_attributes
+from ..trace import ANY_SIZES
+from .functions import Functions, Standing, globals_of
+from .installed import Facts, arranging, running
+from .module_trace import Case, FailsInTrace, ModuleTrace, Traced, names_of
+from .program import Program
+
+ROTARY_NAME = re.compile(r"apply_(\w+_)?(rotary|rope)")
 
 # Optional parameters with a known meaning. Any other has to be None.
 UNSQUEEZE_DIM = "unsqueeze_dim"
 SECTIONS = "mrope_section"
 
-# How a function treats tables of a wider dtype than the queries.
-KEPT, WIDENED = "kept", "widened"
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Queries have the dimensions batch, heads, sequence and width.
+LAYOUTS = ("bhsd", "bshd", "shd")
+# Widths of tables in a trace, by the names of `table_width`, from the width of a head.
+WIDTHS: dict[str, Callable[[int], int]] = {
+    "whole": lambda d: d,
+    "half": lambda d: d // 2,
+    "part": lambda d: 8,
+}
+
+# The dtypes of queries and tables in which a form is tried. In autocast, tables may be wider.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+WIDER = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
+DTYPES = (*zip(FLOATS, FLOATS, strict=True), *WIDER)
+OF_COMPLEX = tuple((dtype, torch.complex64) for dtype in FLOATS)
+# Casts to these change nothing before and after the op, which computes in float32 and rounds once.
+WIDE = (torch.float64, torch.complex64, torch.float32)
+
+# Views of a table.
+VIEWS = {IDENTITY, "contiguous", "squeeze", "transpose", "unsqueeze", "view"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of call.
+
+    shapes: a letter for each dimension of queries, keys and tables. Sizes of one letter are equal;
+    c is b or 1. width: that of the tables, in terms of `table_width`. others: the other arguments,
+    SECTIONS for any sections.
+    """
+
+    shapes: tuple[str, ...]
+    width: str
+    others: tuple[Any, ...]
+
+    def fits(self, given: tuple[Any, ...], dtypes: Collection[Any]) -> bool:
+        """Whether arguments have this form, in one of `dtypes`."""
+        count = len(self.shapes)
+        for x, shape in zip(given, self.shapes, strict=False):
+            if not isinstance(x, Tensor) or x.dim() != len(shape):
+                return False
+        for wanted, one in zip(self.others, given[count:], strict=True):
+            if one is None if wanted == SECTIONS else one != wanted:
+                return False
+        q, k, cos, sin = given[0], given[1], given[2], given[count - 1]
+        if (q.dtype, cos.dtype) not in dtypes or k.dtype != q.dtype or sin.dtype != cos.dtype:
+            return False
+        if cos.shape != sin.shape:
+            return False
+        sizes = {"1": 1, "3": 3}
+        for x, shape in zip((q, k, cos), self.shapes, strict=False):
+            for name, size in zip(shape, x.shape, strict=True):
+                if sizes.setdefault(name, size) != size:
+                    return False
+        is_table = self.width == table_width(sizes["r"], sizes["d"])
+        return is_table and ("c" not in sizes or sizes["c"] == 1 or sizes["c"] == sizes["b"])
+
+
+def table_width(R: int, D: int) -> str:
+    """The width R of a table, relative to the width D of a head."""
+    if R == D:
+        return "whole"
+    if 2 * R == D:
+        return "half"
+    return "part" if R < D and R % 2 == 0 else "other"
+
+
+class Rotary(Functions):
+    """One form of call is the same in all dtypes. Others are looked for in bfloat16."""
+
+    name = title = "rotary embedding"
+    rewrites = ops = ("rope",)
+    functions = ("chunk", "contiguous", "neg", "squeeze", "transpose", "unsqueeze")
+    returns = tuple
+
+    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+        if not self.is_fused(name, module):
+            for reason in _not_called_as_rope(module):
+                plan.leave(name, module, reason)
+            super().look(plan, name, module)
+
+    def named(self, cls: Any) -> Iterator[tuple[str, Any]]:
+        for name, function in globals_of(getattr(cls, "forward", None)):
+            if parameters_of(function):
+                yield name, function
+
+    def recognised(self, function: Any) -> tuple[Facts, ...]:
+        """What replaces the calls of each form that is rope."""
+        module = Standing(function)
+        trace = ModuleTrace(module, (), self.method)
+        is_complex = tables_of(trace.arguments) == 1
+        forms = _forms(function, trace.arguments)
+        found = self.each(module, trace, forms, OF_COMPLEX if is_complex else DTYPES)
+        if not is_complex and WIDER[0] not in found[0].assumptions.dtypes:
+            with contextlib.suppress(NotAnOp):
+                found += self.each(module, trace, [one.form for one in found], WIDER)
+        return tuple(found)
+
+    def each(
+        self, module: nn.Module, trace: ModuleTrace, forms: Iterable[Form], dtypes: Sequence[Any]
+    ) -> list[Facts]:
+        """What replaces the calls of each form that is rope, in the dtypes in which the first is.
+
+        Raises:
+            NotAnOp: none is; the text gives the reason.
+        """
+        found: list[Facts] = []
+        reasons: list[NotAnOp] = []
+        for form in forms:
+            try:
+                facts = self.verified(module, trace, (form, dtypes[: 1 if found else None]))
+            except FailsInTrace:
+                # The function does not accept such a call.
+                continue
+            except NotAnOp as reason:
+                reasons.append(reason)
+            else:
+                found.append(replace(facts, assumptions=(found or [facts])[0].assumptions))
+        if not found:
+            raise next(iter(reasons), NotAnOp("it computes no rope"))
+        return found
+
+    def cases(self, module: nn.Module, form: tuple[Form, Sequence[Any]]) -> Iterator[Case]:
+        known, pairs = form
+        names = names_of(module.forward)
+        for dtype, of_tables in pairs:
+            d, rows = (12, (2, 5)) if dtype is torch.bfloat16 else (20, (3, 4))
+            b, s = (ANY_SIZES[n] for n in rows)
+            # All sizes differ, so that a table fits in one way.
+            sizes = {"h": 6, "g": 3, "1": 1, "3": 3, "b": b, "c": b, "s": s, "d": d}
+            sizes["r"] = WIDTHS[known.width](d)
+            shapes = [tuple([sizes[one] for one in shape]) for shape in known.shapes]
+            others = [[1, 3, d // 2 - 4] if one == SECTIONS else one for one in known.others]
+            yield Case(
+                dict(zip(names, shapes, strict=False)),
+                dict(zip(names, (dtype, dtype, of_tables, of_tables), strict=False)),
+                of_tables,
+                constants=dict(zip(names[len(shapes) :], others, strict=True)),
+                # These need not be rope.
+                tolerates=NotAnOp if dtype is torch.float64 or (dtype, of_tables) in WIDER else (),
+            )
+
+    def check(self, traced: Traced) -> None:
+        case = traced.case
+        shapes = [tuple(y.shape) for y in traced.result]
+        if shapes != list(case.shapes.values())[:2]:
+            raise FailsInTrace(f"it returns the shapes {shapes}, not those of queries and keys")
+        if {y.dtype for y in traced.result} not in ({case.dtype}, {case.parameters}):
+            raise NotAnOp(f"it returns another dtype than {dtype_name(case.dtype)}")
+
+    def casts_of(self, traced: Traced) -> tuple[Collection[torch.dtype], Mapping[torch.dtype, int]]:
+        case = traced.case
+        if traced.result[0].dtype is not case.dtype:
+            # The op is given queries and keys in the wider dtype of the tables.
+            return WIDE[:2], {case.parameters: 2}
+        return (case.dtype, case.parameters, *WIDE), {}
+
+    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
+        report = super().rewritten(traced, names)
+        dropped, _ = self.casts_of(traced)
+        sections = traced.case.constants.get(SECTIONS)
+        nodes = {node.target: node for node in traced.graph.graph.nodes}
+        for node, given in bound(traced.graph.graph.nodes):
+            tables = {one: given[one] for one in ("cos", "sin") if given[one] is not None}
+            given |= {one: _plainly(node, table, dropped) for one, table in tables.items()}
+            if sections is not None and given["sections"] == sections:
+                given["sections"] = nodes[SECTIONS]
+            node.args, node.kwargs = tuple(given.values()), {}
+            for table in tables.values():
+                erase_unused(table, needed_by(table))
+        return report
+
+    def form_of(
+        self, module: nn.Module, form: tuple[Form, Sequence[Any]], traced: Traced, program: Program
+    ) -> Form:
+        return form[0]
+
+    def options_of(self, facts: tuple[Facts, ...]) -> dict[str, Any]:
+        op = facts[0].program.ops[0]
+        options = {} if op.args[3] is None else op.options()
+        return {name: one for name, one in options.items() if name == "interleaved" or one is True}
+
+    @classmethod
+    def computed(cls, function: Any, facts: tuple[Facts, ...]) -> Callable[..., Any]:
+        names = facts[0].program.arguments
+        arranged = arranging(function, names)
+        runs = [(one.form, one.assumptions.dtypes, running(one, cls.caller)) for one in facts]
+
+        def rotated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = arranged(args, kwargs) if kwargs or len(args) != len(names) else args
+            if given is not None:
+                for form, dtypes, run in runs:
+                    if form.fits(given, dtypes):
+                        return run(None, given)
+            return None
+
+        return rotated
+
+
+def _plainly(at: fx.Node, table: Any, dropped: Collection[torch.dtype]) -> Any:
+    """A table by views of the function's own that have no size in them, or the node that it is."""
+    node, is_half, is_negative = table, False, False
+    while (call := canonical(node)) is not None:
+        if call.op == "neg":
+            is_negative = not is_negative
+        elif call.op == "slice" and not is_half:
+            if call.args[1:] != (-1, 0, value(call.args[0]).shape[-1] // 2, 1):
+                return table
+            is_half = True
+        elif call.op == "cast":
+            if call.args[1] not in dropped:
+                return table
+        elif call.op not in VIEWS or _without_ones(node) != _without_ones(call.args[0]):
+            return table
+        node = call.args[0]
+    if value(node).dim() == 3 and value(node).shape[1] == 1:
+        node = derive(at, torch.squeeze, node, 1)
+    if is_half:
+        node = derive(at, operator.getitem, derive(at, torch.chunk, node, 2, -1), 0)
+    return derive(at, torch.neg, node) if is_negative else node
+
+
+def _without_ones(node: fx.Node) -> list[int]:
+    """The sizes of a tensor; views between shapes with the same ones keep the order of elements."""
+    return [size for size in value(node).shape if size != 1]
+
+
+def _forms(function: Any, names: tuple[str, ...]) -> Iterator[Form]:
+    """Forms of call that may be rope. The position of the heads is `unsqueeze_dim`."""
+    count = tables_of(names)
+    default = inspect.signature(function).parameters.get(UNSQUEEZE_DIM)
+    for layout in LAYOUTS:
+        heads = layout.index("h")
+        dims = [None] if default is None else [heads, heads - len(layout)]
+        rows = "".join("c" if one == "b" else one for one in layout if one in "bs") + "r"
+        tables = [("3" if SECTIONS in names else "") + rows, *(["s1r"] if count == 1 else [])]
+        for dim, width, table in itertools.product(dict.fromkeys(dims), WIDTHS, tables):
+            if default is None or dim in (default.default, 1, 2):
+                given = {UNSQUEEZE_DIM: dim, SECTIONS: SECTIONS}
+                shapes = layout, layout.replace("h", "g"), *[table] * count
+                yield Form(shapes, width, tuple(given.get(one) for one in names[2 + count :]))
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
@@ -50,124 +303,22 @@ def tables_of(names: Sequence[str]) -> int:
     return int(len(names) >= 3 and "freqs" in names[2])
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form of call that computes rope, and the op's options for it.
-
-    table_width: the width of the tables, in terms of `table_width`. half_tables: whether only the
-    first half of each row of the tables is used. back: whether the function rotates in the other
-    direction, by -sin. heads_in_tables: whether the tables are (S, 1, width), with a dimension for
-    the heads and none for the batch.
-    """
-
-    unsqueeze_dim: int | None
-    layout: str
-    table_width: str
-    half_tables: bool
-    options: tuple[tuple[str, Any], ...]
-    back: bool = False
-    heads_in_tables: bool = False
-
-    def fits(self, q: Tensor, k: Tensor, tables: Sequence[Tensor], has_sections: bool) -> bool:
-        """Whether tensors have this form, and only the batch dimension is broadcast."""
-        rank = len(self.layout)
-        if q.dim() != rank or k.dim() != rank or q.dtype is not k.dtype:
-            return False
-        cos = tables[0]
-        if any(table.shape != cos.shape or table.dtype is not cos.dtype for table in tables):
-            return False
-        D, S = q.shape[-1], q.shape[self.layout.index("s")]
-        if k.shape[-1] != D or k.shape[self.layout.index("s")] != S:
-            return False
-        if self.heads_in_tables:
-            if has_sections or cos.dim() != 3 or cos.shape[:2] != (S, 1):
-                return False
-            cos = cos.transpose(0, 1)
-        elif cos.dim() != rank - 1 + has_sections or cos.shape[-2] != S:
-            return False
-        if self.table_width != table_width(cos.shape[-1], D):
-            return False
-        if "b" not in self.layout:
-            return True
-        B = q.shape[0]
-        return k.shape[0] == B and (cos.shape[-3] == 1 or cos.shape[-3] == B)
-
-    def __call__(
-        self, op: Callable[..., Any], q: Tensor, k: Tensor,
-        tables: Sequence[Tensor], sections: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Call `op`, rope or another function with its arguments, on tensors of this form."""
-        inward, outward = LAYOUTS[self.layout]
-        if self.heads_in_tables:
-            tables = [table.squeeze(1) for table in tables]
-        if self.half_tables:
-            half = tables[0].shape[-1] // 2
-            tables = [table[..., :half] for table in tables]
-        if self.back:
-            tables = [tables[0], -tables[1]]
-        options = dict(self.options)
-        if sections is not None:
-            options["sections"] = list(sections)
-        q, k = op(inward(q), inward(k), *tables, **options)
-        return outward(q), outward(k)
+def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
+    """Reasons that functions with a rotary name, which a reader of the report expects, are left."""
+    for name, function in _named_rotary(getattr(classes.class_of(module), "forward", None)):
+        if inspect.isfunction(function) and not parameters_of(function):
+            names = ", ".join(inspect.signature(function).parameters)
+            yield f"{name} takes ({names}), not queries, keys and their tables"
+    # As in the attentions of diffusers, whose forward calls a processor.
+    for one in own_attributes(module).values():
+        call = getattr(type(one), "__call__", None)  # noqa: B004
+        if not isinstance(one, nn.Module):
+            for name, _ in _named_rotary(call):
+                yield f"{name} is called by its {type(one).__name__}, not by its forward"
 
 
-def table_width(R: int, D: int) -> str:
-    """The width R of a table, relative to the width D of a head."""
-    if R == D:
-        return "whole"
-    if 2 * R == D:
-        return "half"
-    return "part" if R < D and R % 2 == 0 else "other"
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """A function of queries, keys and tables, and what it computes.
-
-    tables: how many it takes. wide_tables: the dtype of the result for float32 or complex64 tables
-    with queries of another dtype: KEPT, the queries' dtype; WIDENED, float32, as in autocast; None,
-    anything else. in_float64: whether it is the same in float64. function: the id of the function,
-    so that a class made for one function is not used for another with the same forms.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    tables: int
-    unsqueeze_dim: int | None
-    wide_tables: str | None
-    forms: tuple[Form, ...]
-    in_float64: bool
-    function: int
-
-    def takes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-        """Whether it computes rope for tables of another dtype than the queries."""
-        if self.wide_tables == WIDENED:
-            return table_dtype is torch.float32 and dtype in LOW_PRECISION
-        return self.wide_tables == KEPT and table_dtype in (torch.float32, torch.complex64)
-
-    def form_of(self, given: dict[str, Any]) -> Form | None:
-        """The form of a call with these arguments, or None if the call does not compute rope."""
-        names = self.parameters[: 2 + self.tables]
-        for name, value in given.items():
-            if name not in (*names, UNSQUEEZE_DIM, SECTIONS) and value is not None:
-                return None
-        for name in names:
-            if not isinstance(given.get(name), Tensor):
-                return None
-        q, k, *tables = (given[name] for name in names)
-        if self.tables == 1 and not tables[0].is_complex():
-            # After model.to(torch.bfloat16), which drops the imaginary parts.
-            return None
-        if q.dtype is torch.float64 and not self.in_float64:
-            return None
-        if tables[0].dtype is not q.dtype and not self.takes(tables[0].dtype, q.dtype):
-            return None
-        unsqueeze_dim = given.get(UNSQUEEZE_DIM, self.unsqueeze_dim)
-        has_sections = given.get(SECTIONS) is not None
-        if has_sections is not (SECTIONS in self.parameters):
-            return None
-        for form in self.forms:
-            if form.unsqueeze_dim == unsqueeze_dim and form.fits(q, k, tables, has_sections):
-                return form
-        return None
+def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
+    """The global functions that a function refers to by a name that suggests rope."""
+    for name, function in globals_of(caller):
+        if ROTARY_NAME.search(name) and callable(function):
+            yield name, function

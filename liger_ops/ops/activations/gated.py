@@ -35,15 +35,16 @@ def gradients(
     They are written out: autograd multiplies dy by up first, which may overflow where the slope is
     0, and gives 0 for a NaN that is clamped.
     """
-    gate, up, output_mask = call.gate, call.up, call.output_mask
+    gate, up = call.gate, call.up
+    wants_gate, wants_up = call.output_mask
     if up is None:
-        if not output_mask[0]:
+        if not wants_gate:
             return None, None
         pair = torch.stack((dgate, dup), -1 if interleaved else -2)
         return pair.flatten(-2).to(gate.dtype), None
     return (
-        dgate.to(gate.dtype).contiguous() if output_mask[0] else None,
-        dup.to(up.dtype).contiguous() if output_mask[1] else None,
+        dgate.to(gate.dtype).contiguous() if wants_gate else None,
+        dup.to(up.dtype).contiguous() if wants_up else None,
     )
 
 

@@ -54,15 +54,16 @@ def multi_token_attention(
     Args:
         scores: (B, C, L, L), a row for each query and a column for each key, floating point. The
             last dimension is fast with a stride of 1.
-        weight: (C_out, C / groups, K_i, K_j), floating point.
-        bias: (C_out,), of weight's dtype, or None.
+        weight: (E, G, P, Q), floating point: E channels of y, G = C / groups, and the P x Q
+            queries and keys that are mixed.
+        bias: (E,), of weight's dtype, or None.
         stride, padding, dilation: of the convolution; a value for both dimensions, or a list of
             one for each. They must give as many columns as rows, (L', L').
-        groups: into how many groups the convolution splits C and C_out.
+        groups: into how many groups the convolution splits C and E.
         sparse: whether p is the sparsemax of scores.
 
     Returns:
-        y: (B, C_out, L', L'), contiguous, of weight's dtype. An odd K with a padding of K // 2
+        y: (B, E, L', L'), contiguous, of weight's dtype. Odd P and Q with a padding of half
             gives L' = L.
 
     Raises:
@@ -85,7 +86,11 @@ def multi_token_attention(
     return multi_token_attention_forward(scores, weight, bias, *options)
 
 
-@library.forward("...", axes="scores=b C M N, weight=E D P Q, bias=E -> y=b E M N")
+@library.forward(
+    "...",
+    axes="scores=b C L L, weight=E G P Q, bias=E: weight -> y=b E L' L'",
+    dtype="weight",
+)
 def multi_token_attention_forward(call: Any) -> Tensor:
     """`multi_token_attention`, in the dtypes of its inputs under autocast too.
 

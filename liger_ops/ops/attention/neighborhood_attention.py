@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import FINITE
 from ..heads.head import cast_for_products
 from ..precision import widened
 from ..strides import in_order_of
-from .windows import Slot, slots, windows
+from .windows import BORDERS, Slot, slots, windows
 
 # kernel_size, dilation, is_causal, border and scale.
 Options = tuple[Any, Any, Any, str, float | None]
@@ -61,8 +62,9 @@ def neighborhood_attention(
     This op calls `neighborhood_attention_forward`, which returns lse too.
 
     Args:
-        query: (B, H, L, D) or (B, H, Y, X, D), floating point, any strides; D is at most 256.
-        key: of query's shape but for the heads, and of its dtype. Its number of heads divides H:
+        query: (B, H, *spatial, D), floating point, any strides; spatial is one length or two, and D
+            is at most 256.
+        key: (B, H', *spatial, D), of query's dtype. Its number of heads divides H:
             each serves as many neighbouring heads of query.
         value: of key's shape and dtype.
         kernel_size: at least 1.
@@ -97,7 +99,9 @@ def neighborhood_attention(
     "...",
     strides=torch.Tag.needs_exact_strides,
     returns="y lse",
-    axes="query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",
+    axes="query=b h # D, key=b h' # D: query, value=b h' # D: query -> "
+    "y=b h # D, lse=b h #: float32+query",
+    options={"border": BORDERS, "scale": FINITE},
 )
 def neighborhood_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
     """`neighborhood_attention` with the logarithm of each softmax's denominator.
@@ -140,19 +144,19 @@ def neighborhood_attention_backward(call: Any) -> Any:
     Kernels use the forward's y and lse; the definition computes them again, so that it can be
     differentiated. Autograd would save a key and a value for each slot of the window.
     """
-    attention, output_mask = _Attention(call), call.output_mask
+    attention, (wants_query, *wants_others) = _Attention(call), call.output_mask
     p, lse = attention.softmax()
     dy = attention.of_queries(call.dy)
     delta = (dy * attention.mixed(p)).sum(-1) - call.dlse.to(p.dtype).reshape(lse.shape)
     gradients: list[Tensor | None] = [None, None, None]
-    if output_mask[0]:
+    if wants_query:
         dquery = torch.zeros_like(attention.query)
         for (index, inside), weight in zip(attention.slots(), p.unbind(-1), strict=True):
             dp = (dy * attention.value.index_select(-2, index)).sum(-1)
             ds = torch.where(inside, weight * (dp - delta), 0.0)
             dquery = dquery + ds.unsqueeze(-1) * attention.key.index_select(-2, index)
         gradients[0] = dquery * attention.scale
-    if output_mask[1] or output_mask[2]:
+    if any(wants_others):
         dkey, dvalue = torch.zeros_like(attention.key), torch.zeros_like(attention.value)
         for index, inside in attention.slots(of_keys=True):
             query_i, dy_i = attention.query.index_select(-2, index), dy.index_select(-2, index)
@@ -170,7 +174,7 @@ def neighborhood_attention_backward(call: Any) -> Any:
         if wanted and gradient is not None
         else None
         for wanted, gradient, x in zip(
-            output_mask, gradients, (call.query, call.key, call.value), strict=True
+            call.output_mask, gradients, (call.query, call.key, call.value), strict=True
         )
     )
 

@@ -99,11 +99,12 @@ def rms_norm_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
     """
     dy, x, weight, dx, dweight = widened(call.dy), widened(call.x), call.weight, None, None
     rstd = torch.rsqrt(rows.mean(x * x) + call.eps)
-    if call.output_mask[0]:
+    wants_x, wants_weight = call.output_mask
+    if wants_x:
         g = dy if weight is None else dy * (weight.to(dy.dtype) + call.offset)
         half = x * (-0.5 * rows.mean(g * x) * rstd.pow(3))
         dx = (g * rstd + half + half).to(call.x.dtype).contiguous()
-    if call.output_mask[1] and weight is not None:
+    if wants_weight and weight is not None:
         dweight = (dy * (x * rstd)).sum_to_size(weight.shape).to(weight.dtype)
     return dx, dweight
 

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..norms.rms_norm import scaled
+from ...accepted import AT_LEAST_0
+from ..norms.rms_norm import CASTING_MODES, scaled
 from ..strides import in_order_of
-from .rope import axes, rotated, table_gradients
+from .rope import AXES, axes_of_call, rotated, table_gradients
 
 
-@library.define(strides=torch.Tag.needs_exact_strides, axes=axes)
+@library.define(
+    strides=torch.Tag.needs_exact_strides,
+    axes=AXES.replace(" ->", ", q_weight=D, k_weight=D ->"),
+    options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
+    axes_of_call=axes_of_call,
+)
 def rms_norm_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
     q_weight: Tensor | None = None, k_weight: Tensor | None = None,
@@ -52,8 +58,8 @@ def rms_norm_rope(
     run the definition on every device.
 
     Args:
-        q: (B, heads, S, D), floating point, any strides.
-        k: (B, heads of k, S, D), of q's dtype, with any number of heads.
+        q: (B, H, S, D), floating point, any strides.
+        k: (B, H', S, D), of q's dtype, with any number of heads.
         cos, sin: as in `rope`, in each of its forms.
         q_weight, k_weight: (D,), floating point; the dtypes may differ from q's. None for no
             scaling.

@@ -12,22 +12,22 @@ from ...derived import gradient_by_autograd
 from ..precision import widened
 from ..strides import in_order_of
 
+AXES = "q=b h s D, k=b h' s D: q, cos=?: any, sin=?: any -> q=b h s D, k=b h' s D: q"
 
-def axes(call: Any) -> str:
-    """The line of `rope`, its backward, and `rms_norm_rope`."""
+
+def axes_of_call(call: Any, axes: str) -> str:
+    """The line of a call of `rope`, its backward, or `rms_norm_rope`."""
     q, k = (call.q, call.k) if hasattr(call, "q") else (call.dq, call.dk)
-    # A single head of k would be replicated, and is no part of a sum.
-    h = "H" if k.shape[1] == 1 != q.shape[1] else "h"
+    if k.shape[1] == 1 != q.shape[1]:
+        # A single head of k would be replicated, and is no part of a sum.
+        axes = axes.replace("b h", "b H")
     # A spec of DTensor's stands for a tensor.
     matrix = "" if call.sin is not None or call.cos.tensor_meta.dtype.is_complex else " M M"
     leading = len(call.cos.shape) - len(matrix.split()) - bool(call.sections) - 2
-    table = f"{'T ' if call.sections else ''}{'b ' * leading}s R{matrix}"
-    heads = f"q=b {h} s D, k=b {h} s D"
-    weights = ", q_weight=D, k_weight=D" if hasattr(call, "q_weight") else ""
-    return f"{heads}, cos={table}, sin={table}{weights} -> {heads}"
+    return axes.replace("?", f"{'T ' if call.sections else ''}{'b ' * leading}s R{matrix}")
 
 
-@library.define(strides=torch.Tag.needs_exact_strides, axes=axes)
+@library.define(strides=torch.Tag.needs_exact_strides, axes=AXES, axes_of_call=axes_of_call)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
     interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,
@@ -79,8 +79,8 @@ def rope(
     every device.
 
     Args:
-        q: (B, heads, S, D), floating point, any strides.
-        k: (B, heads of k, S, D), of q's dtype, with any number of heads.
+        q: (B, H, S, D), floating point, any strides.
+        k: (B, H', S, D), of q's dtype, with any number of heads.
         cos, sin: (S, R), (1, S, R) or (B, S, R), with sections (3, 1, S, R) or (3, B, S, R),
             floating point, any strides; R is even and at most D. With per_pair the last dimension
             is R/2. A complex cos is complex64 or complex128, with the shape of a table per pair.

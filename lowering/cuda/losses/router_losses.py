@@ -157,8 +157,9 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
         NUM_STAGES=pipeline_stages(x, plan.BLOCK_M * plan.BLOCK_N * x.element_size()),
     )  # fmt: skip
-    summed((parts[0], probabilities), (parts[1], tokens))
-    summed((parts[2], z))
+    of_probabilities, of_tokens, of_z = parts
+    summed((of_probabilities, probabilities), (of_tokens, tokens))
+    summed((of_z, z))
 
 
 @library.kernel("router_losses_backward", "cuda")

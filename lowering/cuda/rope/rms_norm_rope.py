@@ -148,7 +148,8 @@ def rms_norm_rope_backward(
     rotation = _rotation(call, plan)
     B, q_heads, S, _ = q.shape
     tables = rotation.tables
-    parts = [partial_sums(dweight, plan.programs) for dweight in (dq_weight, dk_weight)]
+    dweights = (dq_weight, dk_weight)
+    parts = [partial_sums(dweight, plan.programs) for dweight in dweights]
     launch(
         rms_norm_rope_backward_kernel, (plan.programs,), q,
         dq, dk, q, k, contiguous(call.q_weight), contiguous(call.k_weight), tables.cos, tables.sin,
@@ -157,7 +158,7 @@ def rms_norm_rope_backward(
         call.eps, call.offset, *_strides(dq, dk, q, k, grad_q, grad_k), *tables.strides,
         NUM_STAGES=plan.num_stages, **rotation.constants,
     )  # fmt: skip
-    summed((parts[0], dq_weight), (parts[1], dk_weight))
+    summed(*zip(parts, dweights, strict=True))
 
 
 def _in_two_kernels(call: Any, q_out: Tensor, k_out: Tensor) -> None:

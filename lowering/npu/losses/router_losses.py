@@ -115,9 +115,10 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     weight = flat(call.token_weight)
     for x, of_layer in zip(layers, of_layers, strict=True):
         launch(_router_losses_kernel, plan, programs, x, weight, *of_layer, M, N, TOP_K=call.top_k)
-    for part, sum in zip(parts, (probabilities, tokens), strict=False):
+    *of_experts, of_rows = parts
+    for part, sum in zip(of_experts, (probabilities, tokens), strict=True):
         summed(part, sum)
-    z.copy_(parts[2].sum())
+    z.copy_(of_rows.sum())
 
 
 @library.kernel("router_losses_backward", "npu")

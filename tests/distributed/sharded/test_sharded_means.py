@@ -14,6 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import liger_ops
 import ranks
+from cross_entropy_cases import TERMS
 from ranks import recorded
 
 pytestmark = pytest.mark.device_kernels
@@ -40,7 +41,6 @@ def calls(rows: int) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
     target = torch.randint(0, V, shape)
     target[rows // 2], target[0, 1] = -100, -100
     weights = {"weight": torch.rand(V), "token_weight": torch.rand(shape)}
-    terms = {"label_smoothing": 0.1, "lse_square_scale": 0.01}
     logits, x, teacher = torch.randn(*shape, V), torch.randn(*shape, D), torch.randn(*shape, V)
     head = {"x": x, "weight": torch.randn(V, D), "target": target}
     student = {"student_x": x, "student_weight": torch.randn(V, D), "teacher_logits": teacher}
@@ -48,11 +48,11 @@ def calls(rows: int) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
     labels = {"shift_labels": target}
     return {
         "cross_entropy": ({"logits": logits, "target": target}, {}),
-        "cross_entropy-all": ({"logits": logits, "target": target, **weights}, terms),
+        "cross_entropy-all": ({"logits": logits, "target": target, **weights}, TERMS),
         "linear_cross_entropy": (head, {}),
         "linear_cross_entropy-all": (
             {**head, "class_weight": weights["weight"], "token_weight": weights["token_weight"],
-             "bias": torch.randn(V)}, {**terms, "chunk_bytes": 64},
+             "bias": torch.randn(V)}, {**TERMS, "chunk_bytes": 64},
         ),
         "linear_divergence": ({**student, "target": target}, {"hard_weight": 0.5}),
         "linear_divergence-all": ({**student, "token_weight": weights["token_weight"]}, {}),

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import extreme_logits as extreme
 import liger_ops
 import ranks
+from cross_entropy_cases import TERMS
 from liger_ops import distributed
 from liger_ops.distributed.vocab_parallel import head as head_of_words
 from sharded_heads import (
@@ -50,9 +51,9 @@ TOLERANCE = {torch.float64: FLOAT64, torch.float32: FLOAT32}
 SIZES = (13, 5)
 LOSSES: list[dict[str, Any]] = [
     {},
-    {"reduction": "sum", "label_smoothing": 0.1, "softcap": 2.0, "logit_scale": 0.5},
-    {"reduction": "none", "lse_square_scale": 0.1, "ignore_index": 2},
-    {"label_smoothing": 1.0, "lse_square_scale": 0.01, "num_items_in_batch": torch.tensor(7)},
+    {"reduction": "sum", **TERMS, "softcap": 2.0, "logit_scale": 0.5},
+    {"reduction": "none", **TERMS, "ignore_index": 2},
+    {"num_items_in_batch": torch.tensor(7), **TERMS},
 ]
 LOGITS: dict[str, int | None] = {"logits": -1}
 LOG_PROBS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "softcap": 2.0, "ignore_index": 2}]
@@ -220,14 +221,14 @@ def collectives_and_bytes() -> None:
             assert counted.get_total_counts() == len(forward.seen)
     with ranks.Traffic() as traffic:
         logits = part(torch.randn(4, 3, V), -1)
-        distributed.cross_entropy(logits, target, label_smoothing=0.1, **group_of(V)).backward()
+        distributed.cross_entropy(logits, target, **TERMS, **group_of(V)).backward()
     assert traffic.seen == [("all_gather_into_tensor", 4 * M * 4)], traffic.seen
 
 
 def both_losses(x: Tensor, weight: Tensor, bias: Tensor, **given: Any) -> tuple[Tensor, ...]:
     namespace = distributed if "group" in given else liger_ops
     target = given.pop("target")
-    loss = namespace.linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, **given)
+    loss = namespace.linear_cross_entropy(x, weight, target, bias, **TERMS, **given)
     return loss, *namespace.linear_log_prob(x, weight, target, bias, **given)
 
 
@@ -270,9 +271,7 @@ def a_second_backward() -> None:
     """The first takes the gradient of weight that the forward computed."""
     head, target = tokens(13, torch.float32)
     parts = parts_of(head, dims_of(head))
-    loss = distributed.linear_cross_entropy(
-        **parts, target=target, **group_of(13), label_smoothing=0.1, lse_square_scale=0.1
-    )
+    loss = distributed.linear_cross_entropy(**parts, target=target, **group_of(13), **TERMS)
     leaves = list(parts.values())
     # Copies, because a gradient that is given away twice would be equal to itself.
     first, second = (

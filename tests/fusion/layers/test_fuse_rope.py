@@ -27,7 +27,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 
 from liger_ops import fuse
-from liger_ops.fusion.layers import rope
+from liger_ops.fusion.layers.rotary import Rotary
 from rotating_modules import B, D, H, Rotating, S, interleaved, llama, ops_of, set_rotate, tensors
 
 
@@ -87,6 +87,14 @@ def de_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return llama(q, k, cos, sin)
 
 
+def queries_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return llama(q, k, cos, sin)[0], k
+
+
+def exchanged_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return llama(q, k, sin, cos)
+
+
 def complex_table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return q, k, torch.complex(cos[..., : D // 2].float(), sin[..., : D // 2].float())
 
@@ -120,6 +128,8 @@ FORMS = [
     (deepseek, {}, {}, DEEPSEEK),
     (deepseek, {"unsqueeze_dim": 2}, {"layout": "bshd"}, DEEPSEEK),
     (de_interleaved, {}, {}, {"interleaved": True, "deinterleave": True}),
+    (queries_alone, {}, {}, LLAMA),
+    (exchanged_tables, {}, {}, LLAMA),
     (multimodal, {"mrope_section": [2, 3, 3]}, {"leading": (3,)}, LLAMA),
 ]
 FORM_IDS = [f"{form[0].__module__.rpartition('.')[2]}-{i}" for i, form in enumerate(FORMS)]
@@ -135,7 +145,7 @@ def test_options_are_found(
 ) -> None:
     """The op runs with the function's results: in float32, and within rounding in bfloat16."""
     module = calling(function)
-    report_of = rope.plan(Rotating()).findings
+    report_of = Rotary.plan(Rotating()).findings
     assert [(entry.op, entry.options, entry.kind) for entry in report_of] == [
         ("rope", options, "rotary embedding")
     ]

@@ -25,10 +25,6 @@ def scaled(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return llama(q, k, 1.01 * cos, sin)
 
 
-def queries_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return llama(q, k, cos, sin)[0], k
-
-
 def interleaved_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of DeepSeek's: halves become neighbours, which are rotated as halves are."""
     q, k = (torch.stack(x.chunk(2, -1), -1).flatten(-2) for x in (q, k))
@@ -83,10 +79,6 @@ def exchanged(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     return y.transpose(1, 2).reshape(q.shape), z
 
 
-def exchanged_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return llama(q, k, sin, cos)
-
-
 def half_of_cosines(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Its cosines are the first half of its table, and its sines the second half."""
     R = cos.shape[-1]
@@ -120,23 +112,21 @@ def reading_values(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 NEAR_MISSES = [
     (other_pairs, "rotate computes no rope"),
-    (scaled, "rotate is rope of other tables than its own"),
-    (exchanged_tables, "rotate is rope of other tables than its own"),
-    (half_of_cosines, "rotate is rope of other tables than its own"),
-    (queries_alone, "rotate is rope and more"),
-    (interleaved_first, "rotate is rope of other tensors than its queries and keys"),
-    (detached, "rotate is rope and more"),
-    (exchanged, "rotate is rope and more"),
+    (scaled, "rotate computes mul beside rope"),
+    (half_of_cosines, "rotate takes the item (Ellipsis, slice(6, None, None))"),
+    (interleaved_first, "rotate computes stack beside rope"),
+    (detached, "rotate computes detach beside rope"),
+    (exchanged, "rotate computes reshape beside rope"),
     (without_gradient, "rotate computes no rope"),
-    (rounded, "rotate rounds to float8_e4m3fn"),
-    (rounded_within, "rotate computes no rope"),
-    (rounded_last, "rotate rounds to int32"),
-    (rounded_in_float32, "rotate rounds to bfloat16"),
-    (of_detached, "rotate is rope of other tensors than its queries and keys"),
+    (rounded, "rotate casts to torch.float8_e4m3fn beside rope"),
+    (rounded_within, "rotate computes no rope: a value on the way is rounded to a narrower dtype"),
+    (rounded_last, "rotate casts to torch.int32 beside rope"),
+    (rounded_in_float32, "rotate casts to torch.bfloat16 beside rope"),
+    (of_detached, "rotate computes detach beside rope"),
     (written_in_place, "rotate does more than compute its result: mul_"),
-    (of_three, "rotate computes no rope"),
+    (of_three, "rotate returns tuple, not a tuple of tensors"),
     (other_dtype, "rotate returns another dtype than bfloat16"),
-    (other_in_float16, "rotate is another rope in float16"),
+    (other_in_float16, "rotate is rope(interleaved=False"),
     (reading_values, "rotate fails on fake tensors"),
 ]
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import liger_ops
 from causal_models import (
     LLAMA,
     Tiny,
@@ -23,6 +24,7 @@ from causal_models import (
     pair,
     with_fused_loss,
 )
+from cross_entropy_cases import TERMS
 from fused_families import VOCABULARY, text
 from graphs import Recorder
 from liger_ops.fusion import loss
@@ -42,10 +44,8 @@ def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
 
 
-def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    scores, labels, kept = tokens(logits, labels)
-    losses = -scores.gather(-1, labels[..., None])[..., 0] + 0.1 * logits.logsumexp(-1).square()
-    return losses[kept].mean()
+def with_terms(logits: Tensor, labels: Tensor) -> Tensor:
+    return liger_ops.cross_entropy(logits[:, :-1], labels[:, 1:], **TERMS)
 
 
 def scaled(logits: Tensor, labels: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def of_each_token(logits: Tensor, labels: Tensor) -> Tensor:
 
 OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "label smoothing": ({"label_smoothing": 0.2}, smoothed),
-    "z-loss": ({"lse_square_scale": 0.1}, with_z_loss),
+    "terms": (TERMS, with_terms),
     "token scaling": ({"use_token_scaling": True}, scaled),
     "token scaling of a sum": (
         {"use_token_scaling": True, "num_items_in_batch": 7},

@@ -198,21 +198,3 @@ def test_module_refuses_what_it_would_not_call() -> None:
     mlp.up_proj = nn.Sequential(mlp.up_proj)
     with pytest.raises(TypeError, match="^TiledMLP: up_proj must be a torch.nn.Linear, got a Seq"):
         mlp(torch.zeros(2, 6))
-
-
-def test_rejects() -> None:
-    x, gate, down = torch.zeros(3, 4), torch.zeros(7, 4), torch.zeros(6, 7)
-    for args, message in (
-        ((x, gate[0], gate, down), "gate_weight must be (I, D), got shape (4,)"),
-        ((x, gate, gate, down[0]), "down_weight must be (O, I), got shape (7,)"),
-        ((x[:, :3], gate, gate, down), "gate_weight must have the shape of (I, D) for x of (...,"),
-        ((x, gate, gate[:5], down), "up_weight must have the shape of gate_weight, (7, 4), got"),
-        ((x, gate, gate, down, x[0]), "gate_bias must have the shape of gate_weight's rows, (7,),"),
-        ((x, gate, gate.bfloat16(), down), "up_weight must have x's dtype, torch.float32, got"),
-    ):
-        op_checks.assert_rejects(OP, args, message)
-
-
-def test_every_input_is_listed() -> None:
-    names = [argument.name for argument in OP.overload()._schema.arguments]
-    assert tuple(names[: len(OP.tensor_arguments)]) == OP.tensor_arguments

@@ -222,25 +222,6 @@ def test_autocast_is_that_of_models() -> None:
 
 
 @FORMS
-def test_compiles_once_for_any_length(sparse: bool) -> None:
-    module = liger_ops.nn.MultiTokenAttention(2, 4, 3, padding=1, groups=2, sparse=sparse)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for batch, length in ((5, 9), (6, 13)):
-            scores = torch.randn(batch, 2, length, length, requires_grad=True)
-            y, expected = compiled(scores), module(scores)
-            assert torch.equal(y, expected)
-            inputs = [scores, *module.parameters()]
-            for a, b in zip(
-                torch.autograd.grad(y.sum(), inputs),
-                torch.autograd.grad(expected.sum(), inputs),
-                strict=True,
-            ):
-                assert torch.equal(a, b)
-
-
-@FORMS
 def test_module_is_the_op_with_the_parameters_of_a_convolution(sparse: bool) -> None:
     torch.manual_seed(0)
     module = liger_ops.nn.MultiTokenAttention(4, 6, [3, 5], 1, [1, 2], groups=2, sparse=sparse)
@@ -268,26 +249,3 @@ def test_module_rejects() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             module(*arguments)
-
-
-def test_rejects() -> None:
-    scores, weight = torch.zeros(2, 4, 6, 6), torch.zeros(6, 2, 3, 3)
-    groups = "groups must divide the 4 channels of scores and the 6 rows of"
-    for args, message in (
-        (
-            (scores[0], weight),
-            "scores must be (B, C, L, L), with L at least 1, got shape (4, 6, 6)",
-        ),
-        ((scores[..., :5], weight), "scores must be (B, C, L, L), with L at least 1, got shape"),
-        ((scores, weight[0]), "weight must be (C_out, C / groups, K_i, K_j), none of them 0, got"),
-        ((scores, weight), "weight must have the shape of scores' channels, (6, 4, 3, 3), got (6,"),
-        ((scores, weight, None, 1, 0, 1, 4), f"{groups} weight, got 4"),
-        ((scores, weight, weight[:5, 0, 0, 0], 1, 0, 1, 2), "bias must have the shape of weight's"),
-        ((scores, weight, None, 0, 0, 1, 2), "stride must be one or two ints of at least 1, got"),
-        ((scores, weight, None, 1, [1, 1, 1], 1, 2), "padding must be one or two ints of at least"),
-        ((scores, weight, None, 1, [0, 1], 1, 2), "weight, stride, padding and dilation must give"),
-        ((scores, weight, None, 1, 0, 3, 2), "weight, stride, padding and dilation must give as"),
-    ):
-        op_checks.assert_rejects(OP, args, message)
-    with pytest.raises(TypeError, match="^multi_token_attention: bias must have weight's dtype"):
-        liger_ops.multi_token_attention(scores, weight, torch.zeros(6).half(), groups=2)

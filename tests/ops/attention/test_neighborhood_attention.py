@@ -20,7 +20,7 @@ import strategies
 from liger_ops import library
 from neighborhood_cases import INPUTS
 from op_table import OPS
-from op_under_test import DEVICE, EVERY_FOLDER, FOLDERS
+from op_under_test import EVERY_FOLDER, FOLDERS
 
 OP = OPS["neighborhood_attention_forward-line"]
 
@@ -178,49 +178,6 @@ def test_one_value_is_for_both_dimensions() -> None:
     for one, two in (((3, 2, True), ([3, 3], [2, 2], [True, True])), ((3,), ([3, 3],))):
         results = [liger_ops.neighborhood_attention(query, query, query, *o) for o in (one, two)]
         assert torch.equal(*results)
-
-
-def arguments(**changes: Any) -> tuple[Any, ...]:
-    """The arguments of a call, in the order of the schema. A tensor is given by its shape."""
-    given = {
-        "query": (1, 4, 6, 8), "key": (1, 2, 6, 8), "value": (1, 2, 6, 8), "kernel_size": [3],
-        "dilation": [1], "is_causal": [0], "border": "clipped", "scale": None,
-    }  # fmt: skip
-    values = (given | changes).values()
-    return tuple(torch.zeros(v, device=DEVICE) if isinstance(v, tuple) else v for v in values)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    (
-        ({"kernel_size": [4]}, "kernel_size must be odd if border is 'clipped' and the dimension"),
-        ({"kernel_size": [0]}, "kernel_size must be at least 1, got [0]"),
-        ({"dilation": [0]}, "dilation must be at least 1, got [0]"),
-        ({"is_causal": [2]}, "is_causal must be True or False, got [2]"),
-        ({"kernel_size": [3, 3]}, "kernel_size must be one value or one for each of 1 dimensions"),
-        (
-            {"dilation": [3], "border": "shifted"},
-            "kernel_size * dilation must be at most the 6 positions of the dimension if border is"
-            " 'shifted', got 3 * 3",
-        ),
-        ({"border": "wrapped"}, "border must be one of 'clipped', 'shifted', got 'wrapped'"),
-        ({"scale": float("nan")}, "scale must be a finite number, got nan"),
-        ({"query": (1, 3, 6, 8)}, "the heads of key must divide the 3 of query, got 2"),
-        ({"query": (6, 8)}, "query must be (B, H, L, D) or (B, H, Y, X, D), got shape (6, 8)"),
-        ({"query": (1, 4, 6, 257)}, "query must have from 1 to 256 elements in its last dimension"),
-        ({"key": (1, 2, 5, 8)}, "key must have the shape of query but for the heads, (1, 'heads'"),
-    ),
-    ids=str,
-)
-def test_rejects(changes: dict[str, Any], message: str) -> None:
-    op_checks.assert_rejects(OP, arguments(**changes), message)
-
-
-def test_dtypes_must_be_the_same() -> None:
-    query, key, *others = arguments()
-    message = "key must have query's dtype, torch.float32, got torch.float16"
-    with pytest.raises(TypeError, match=message):
-        liger_ops.neighborhood_attention(query, key.half(), *others)
 
 
 def test_flops_are_those_of_attention_where_every_window_is_whole() -> None:

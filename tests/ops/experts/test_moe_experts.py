@@ -181,19 +181,3 @@ def test_a_dropped_token_does_not_hear_of_its_weight(folder: str) -> None:
     args = [tensor.to(DEVICE) for tensor in (x, gate_up, down, index, weights)]
     for forward in (OP.definition, OP.kernel(folder)):
         assert forward(*args)[0].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"gate_up": torch.ones(3, 5, 4)}, "gate_up must have 2 rows for each expert"),
-        ({"activation": "relu_squared", "interleaved": True}, "interleaved must be False"),
-    ],
-)
-def test_errors(changed: dict[str, Any], message: str) -> None:
-    given = {
-        "x": torch.ones(1, 4), "gate_up": torch.ones(3, 2, 4), "down": torch.ones(3, 4, 1),
-        "top_k_index": torch.tensor([[0]]), "top_k_weights": torch.ones(1, 1),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=f"moe_experts: {message}"):
-        liger_ops.moe_experts(**{**given, **changed})

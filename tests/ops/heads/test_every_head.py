@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import liger_ops
 from graphs import Recorder, liger_ops_of
 from head_bounds import implementation_of
 from head_calls import Calls
@@ -64,6 +65,12 @@ def log_prob(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: T
     return log_prob.exp().sum() + entropy.square().sum()
 
 
+def logits(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
+    kept = target > 0
+    found = torch.ops.liger.log_prob((x @ weight.t() + bias)[kept], target[kept], 0.7)
+    return found[0].exp().sum() + found[1].square().sum()
+
+
 def divergence(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
     return torch.ops.liger.linear_divergence(
         x[target > 0], weight, student_bias=bias, teacher_logits=teacher[target > 0],
@@ -84,6 +91,7 @@ def top_k(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tens
     (
         *((log_prob, ("linear_log_prob",), mask)
           for mask in ((True, True, True), (True, False, False), (False, True, False))),
+        (logits, ("log_prob",), (True, True, True)),
         (divergence, ("linear_divergence",), (True, True, True)),
         (top_k, ("linear_top_k_divergence", "divergence"), (True, True, True)),
     ),
@@ -105,3 +113,53 @@ def test_compiled_once_for_unbacked_sizes(
             torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in values))
     assert liger_ops_of(recorder.forwards) == {f"{name}_forward": 1 for name in names}
     assert liger_ops_of(recorder.backwards) == {f"{name}_backward": 1 for name in names}
+
+
+# linear_top_k_divergence is given a teacher's log-probabilities, too.
+PUBLIC = pytest.mark.parametrize("op", [op for op in HEADS if "top_k" not in op.name], ids=repr)
+
+
+def results_and_gradients(call: Callable[..., Any], given: dict[str, Any], leaves: Any) -> Any:
+    results = call(**given)
+    results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
+    return [*results, *torch.autograd.grad(sum(y.square().sum() for y in results), leaves)]
+
+
+@PUBLIC
+def test_autocast_casts_as_a_linear_layer(op: OpUnderTest) -> None:
+    """Results and gradients are bitwise those of a caller that casts the tensors of the head.
+    Nothing inside the op is cast again, in particular not the float32 sums of the chunks."""
+    call, given = getattr(liger_ops, op.base), op.public_arguments(op.sample(torch.float32))
+    leaves = [t for t in given.values() if isinstance(t, Tensor) and t.requires_grad]
+    cast = {"x", "weight", "bias"}
+    cast |= {f"{side}_{name}" for side in ("student", "teacher") for name in cast}
+    narrow = {n: given[n].bfloat16() for n in cast & given.keys() if given[n] is not None}
+    expected = results_and_gradients(call, given | narrow, leaves)
+    torch._dynamo.reset()
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = results_and_gradients(run, given, leaves)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # Neither float64 nor the arguments of the forward itself are cast.
+    wide, case = op.public_arguments(op.sample()), op.sample(torch.float32)
+    args = op.forward_args(case, op.tensors(case))
+    with torch.autocast("cpu", torch.bfloat16):
+        results = call(**wide), op.overload()(*args)
+    torch.testing.assert_close(results, (call(**wide), op.overload()(*args)), rtol=0, atol=0)
+
+
+@PUBLIC
+def test_opcheck(op: OpUnderTest) -> None:
+    """Of the composed op, and of a backward that is given what the forward computed."""
+    composed = getattr(torch.ops.liger, op.base).default
+    torch.library.opcheck(composed, (), op.public_arguments(op.sample(torch.float32)))
+    case = op.sample(torch.float32)
+    tensors = op.tensors(case)
+    arguments = [a.name for a in op.overload(backward=True)._schema.arguments]
+    computed = {
+        name: torch.ones_like(tensors[of])
+        for of in op.gradients_of
+        if (name := f"d{of.removeprefix('student_')}") in arguments and case.reduction != "none"
+    }
+    given = dict(zip(arguments, op.backward_args(case, tensors), strict=True)) | computed
+    torch.library.opcheck(op.overload(backward=True), tuple(given.values()))

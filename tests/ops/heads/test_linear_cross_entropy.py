@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cross_entropy_cases import TERM_CHOICES, of_terms
 from head_bounds import (
     assert_gradients_match,
     assert_no_further,
@@ -41,8 +42,8 @@ EXAMPLES = tuple(
 def cases(draw: st.DrawFn) -> HeadCase:
     fields = head_fields(
         draw, 4, class_weight=(False, True), token_weight=(False, True), num_items=(False, True),
-        reduction=("mean", "sum", "none"), label_smoothing=(0.0, 0.1),
-        lse_square_scale=(0.0, 1e-2), temperature=(1.0,),
+        reduction=("mean", "sum", "none"), temperature=(1.0,),
+        **{name: values[:2] for name, values in TERM_CHOICES.items()},
     )  # fmt: skip
     return HeadCase(**fields | {"num_items": fields["num_items"] and fields["reduction"] == "mean"})
 
@@ -73,7 +74,7 @@ def gradient_roundings(case: HeadCase, tensors: Tensors) -> dict[str, float]:
         for grad in upstream_of_tokens(call)
     )
     largest = math.prod(1 + max_abs(weights) for weights in rest[1:3])
-    scales = largest * (dloss + (dloss + dz_loss) * 2 * case.lse_square_scale * lse.abs())
+    scales = largest * of_terms(case, dloss, dz_loss, lse.abs())
     scales = torch.where(rest[0] == -100, 0.0, scales + dtarget_logit) + dlse
     terms = dlogits(None, None, ones, None) + dlogits(None, None, None, ones)
     terms = (terms * scales.unsqueeze(-1)).reshape(-1, case.V)

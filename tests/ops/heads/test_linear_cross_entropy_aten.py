@@ -110,24 +110,3 @@ def test_float16_neither_overflows_nor_vanishes() -> None:
     loss = liger_ops.linear_cross_entropy(x, weight, target, token_weight=token_weight)
     (dx,) = torch.autograd.grad(loss, (x,))
     torch.testing.assert_close(dx, torch.full_like(x, 5e4 / tokens))
-
-
-def test_a_vocabulary_on_two_devices() -> None:
-    """The loss from lse and target_logit of each half, which ignores the other half's targets."""
-    args, tensors = leaves(HeadCase(dtype=torch.float64, ignored="none", V=12, reduction="sum"))
-    x, weight, target, bias = args[:4]
-    lses, target_logits = [], []
-    for half in (slice(0, 6), slice(6, 12)):
-        here = (target >= half.start) & (target < half.stop)
-        local = torch.where(here, target - half.start, -100)
-        outputs = liger_ops.linear_cross_entropy_forward(x, weight[half], local, bias[half])
-        lses.append(outputs[2])
-        target_logits.append(outputs[3])
-    lse = torch.logsumexp(torch.stack(lses), 0)
-    loss = (lse - sum(target_logits)).sum()
-    expected = unfused(args)
-    torch.testing.assert_close(loss, expected)
-    for a, b in zip(
-        torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors), strict=True
-    ):
-        torch.testing.assert_close(a, b)

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import simulated_npu
 from graphs import Recorder, liger_ops_of
-from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, MASKS, call, leaves
-from linear_cross_entropy_cases import NO_GRADIENTS, NOT_COMPUTED, WITHOUT_LORA, HeadCase
+from head_calls import FORWARD, MASKS, call, leaves
+from linear_cross_entropy_cases import NO_GRADIENTS, HeadCase
 
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if any(mask)])
@@ -57,47 +57,6 @@ def test_compiled_without_gradients_computes_none() -> None:
     assert len(node.args) < 18 or node.args[17] == NO_GRADIENTS
 
 
-@EVERY_DTYPE
-def test_opcheck(dtype: torch.dtype) -> None:
-    args, tensors = leaves(HeadCase(dtype=dtype, class_weight=True, token_weight=True))
-    torch.library.opcheck(FORWARD.overload, (*args, True, True, WITHOUT_LORA))
-    torch.library.opcheck(torch.ops.liger.linear_cross_entropy.default, tuple(args))
-    outputs = [x.detach() for x in FORWARD.definition(*args) if x is not None]
-    upstream = [torch.ones_like(output) for output in outputs[:4]]
-    plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-    lse, total_weight, lse_error = outputs[2], *outputs[4:6]
-    statistics = (lse, lse_error, total_weight)
-    computed = [torch.ones_like(tensor) for tensor in tensors]
-    mask = [True, False, True, False, False]
-    for made in (NOT_COMPUTED, computed):
-        arguments = (*upstream, *plain[:7], *statistics, *made, *plain[7:], mask)
-        torch.library.opcheck(BACKWARD.overload, arguments)
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
-    """The result and the gradients are bitwise those of a caller that casts the tensors. Nothing
-    inside the op is cast again, in particular not the float32 sums of the chunks."""
-    args, tensors = leaves(HeadCase(class_weight=True, token_weight=True))
-    narrow = [tensor.to(dtype) if i in (0, 1, 3) else tensor for i, tensor in enumerate(args)]
-    expected = call(narrow)
-    expected_gradients = torch.autograd.grad(expected, tensors)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda args: call(args), fullgraph=True, backend="aot_eager")
-    for run in (call, compiled):
-        with torch.autocast("cpu", dtype):
-            loss = run(args)
-            gradients = torch.autograd.grad(loss, tensors)
-        assert torch.equal(loss, expected)
-        for a, b in zip(gradients, expected_gradients, strict=True):
-            assert a.dtype is torch.float32
-            assert torch.equal(a, b)
-    with torch.autocast("cpu", dtype):
-        mask = [False, True, False, False, False]
-        dweight = FORWARD.overload(*args, False, False, mask)[9]
-    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[9])
-
-
 def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_npu, "active", True)
     args, _ = leaves(HeadCase(class_weight=True, token_weight=True))
@@ -106,13 +65,6 @@ def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("npu", torch.bfloat16):
         on_npu = call([simulated_npu.to_npu(arg) for arg in args])
     torch.testing.assert_close(simulated_npu.to_cpu(on_npu), call(narrow))
-
-
-def test_float64_is_not_cast() -> None:
-    args, _ = leaves(HeadCase(dtype=torch.float64))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(call(args), call(args))
-        assert call(args).dtype is torch.float64
 
 
 def test_flops_of_symbolic_sizes_are_a_symbol() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import liger_ops
+from cross_entropy_cases import TERMS
 from head_calls import FORWARD, Calls, call, leaves
 from liger_ops.nn import CrossEntropyOutput, LinearCrossEntropyLoss
 from linear_cross_entropy_cases import HeadCase
@@ -14,10 +15,10 @@ from linear_cross_entropy_cases import HeadCase
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 def test_module_gives_what_the_op_gives(dtype: torch.dtype) -> None:
-    case = HeadCase(dtype=dtype, class_weight=True, token_weight=True, lse_square_scale=0.1)
+    case = HeadCase(dtype=dtype, class_weight=True, token_weight=True, **TERMS)
     args, tensors = leaves(case)
     x, weight, target, bias, class_weight, token_weight, _, *options = args
-    named = {"lse_square_scale": 0.1, "chunk_bytes": options[7]}
+    named = {**TERMS, "chunk_bytes": options[-1]}
     plain = LinearCrossEntropyLoss(class_weight, **named)
     asked = LinearCrossEntropyLoss(
         class_weight, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,

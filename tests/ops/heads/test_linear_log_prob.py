@@ -137,14 +137,3 @@ def test_selecting_the_tokens_of_a_mask() -> None:
                 for value in values[:2]:
                     torch.testing.assert_close(value, values[2])
     assert liger_ops_of(recorder.forwards) == {"linear_log_prob_forward": 1}
-
-
-def test_autocast_casts_as_a_linear_layer() -> None:
-    x, weight = (torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True))
-    target = torch.tensor([0, 4, 2])
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = liger_ops.linear_log_prob(x, weight, target)
-        theirs = liger_ops.log_prob(F.linear(x, weight), target)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b) and a.dtype is torch.float32
-    assert all(g.dtype is torch.float32 for g in torch.autograd.grad(ours[0].sum(), (x, weight)))

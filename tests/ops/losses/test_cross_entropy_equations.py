@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import liger_ops
-from op_under_test import DEVICE
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
@@ -86,28 +85,3 @@ def test_the_other_options_are_their_equations() -> None:
     options = (weight, token_weight, None, -100, "mean", 0.0, 0.1, 3.0, 0.5)
     mean = liger_ops.cross_entropy(x, target, *options)
     torch.testing.assert_close(mean, loss * 4 / counts.sum())
-
-
-@pytest.mark.device_kernels
-@pytest.mark.parametrize("shards", (2, 3))
-def test_a_vocabulary_on_several_devices(shards: int) -> None:
-    """The loss follows from each shard's lse and target logit, and so does each gradient."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(7, 30, generator=generator).to(DEVICE).requires_grad_()
-    target = torch.randint(0, 30, (7,), generator=generator).to(DEVICE)
-    target[2] = -100
-    kept = (target != -100).float()
-    lses, target_logits = [], []
-    for i, shard in enumerate(x.chunk(shards, -1)):
-        local = target - i * shard.shape[-1]
-        local = torch.where((local >= 0) & (local < shard.shape[-1]), local, -100)
-        _, _, lse, target_logit, *_ = liger_ops.cross_entropy_forward(shard, local)
-        lses.append(lse)
-        target_logits.append(target_logit)
-    lse = torch.stack(lses).logsumexp(0)
-    loss = ((lse - torch.stack(target_logits).sum(0)) * kept).sum() / kept.sum()
-    whole = liger_ops.cross_entropy(x, target)
-    torch.testing.assert_close(loss, whole)
-    grads = [torch.autograd.grad(value, x)[0] for value in (loss, whole)]
-    torch.testing.assert_close(*grads)
-    assert bool((grads[0][2] == 0).all())

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import liger_ops
-import op_checks
 from liger_ops.nn import CrossEntropyLoss
 from op_table import OPS
 
@@ -29,14 +28,6 @@ def test_the_gradient_that_is_not_given_is_refused() -> None:
             liger_ops.cross_entropy(x, target, **{name: tensor})
 
 
-def test_rejects() -> None:
-    x, target = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
-    shape = "target must have the shape of logits but for its last dimension"
-    op_checks.assert_rejects(OP, (x, target[:1]), f"{shape}, (2,), got (1,)")
-    op_checks.assert_rejects(OP, (torch.zeros(2, 0), target), "logits must have at least one")
-    message = "num_items_in_batch must be None but for the reduction 'mean', which divides by it"
-    op_checks.assert_rejects(OP, (x, target, None, None, torch.tensor(2), -100, "sum"), message)
-    with pytest.raises(TypeError, match="target must be int64 or int32, got torch.float32"):
-        liger_ops.cross_entropy(x, x)
+def test_items_are_a_number() -> None:
     with pytest.raises(TypeError, match="num_items_in_batch must be a number or a tensor of one"):
-        CrossEntropyLoss()(x, target, num_items_in_batch="4")
+        CrossEntropyLoss()(torch.zeros(2, 5), torch.tensor([0, 1]), num_items_in_batch="4")

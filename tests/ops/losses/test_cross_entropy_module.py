@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_ops
+from cross_entropy_cases import TERMS
 from liger_ops.nn import CrossEntropyLoss, CrossEntropyOutput
 
 EXTRAS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_entropy")
@@ -33,10 +34,10 @@ def test_module_returns_what_it_is_asked_for(wanted: str) -> None:
     target = x.argmax(-1)
     target[0, 0] = -100
     target[0, 1] = (target[0, 1] + 1) % 5
-    output = CrossEntropyLoss(lse_square_scale=0.1, **{wanted: True})(x, target)
+    output = CrossEntropyLoss(**TERMS, **{wanted: True})(x, target)
     assert isinstance(output, CrossEntropyOutput)
     loss, z_loss, *_, entropy, _ = liger_ops.cross_entropy_forward(
-        x, target, lse_square_scale=0.1, return_entropy=True
+        x, target, **TERMS, return_entropy=True
     )
     expected = {
         "return_z_loss": z_loss,

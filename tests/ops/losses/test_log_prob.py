@@ -13,7 +13,6 @@ from torch import Tensor
 import liger_ops
 import op_checks
 import strategies
-from graphs import Recorder, liger_ops_of
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
 
@@ -131,48 +130,3 @@ def test_a_target_out_of_range_is_loud(folder: str, wrong: int) -> None:
 def test_a_target_out_of_range_is_an_index_error() -> None:
     with pytest.raises(IndexError, match="log_prob: target must be .*-100, or from 0 to 32"):
         liger_ops.log_prob(torch.zeros(3, 33), torch.tensor([1, 33, -100]))
-
-
-def test_rejects_shapes() -> None:
-    target = torch.zeros(2, dtype=torch.int64)
-    op_checks.assert_rejects(OP, (torch.zeros(2, 0), target), "logits must have at least one")
-    shape = "target must have the shape of logits but for its last dimension"
-    op_checks.assert_rejects(OP, (torch.zeros(2, 5), target[:1]), f"{shape}, (2,), got (1,)")
-
-
-def test_the_composed_op_is_one_node_compiled_once_for_unbacked_sizes() -> None:
-    """`logits[mask]` has a size that only the data gives."""
-    seen: list[str] = []
-    recorder = Recorder()
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-        seen.extend(str(node.target) for node in graph.graph.nodes if "liger" in str(node.target))
-        return recorder.backend()(graph, inputs)
-
-    def model(x: Tensor, target: Tensor) -> Tensor:
-        log_prob, entropy = torch.ops.liger.log_prob(x[target > 0], target[target > 0], 0.7)
-        return log_prob.exp().sum() + entropy.square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for rows in (4, 6):
-            x = torch.randn(rows, 7, requires_grad=True)
-            target = torch.arange(rows)
-            values = [f(x, target) for f in (compiled, model)]
-            assert torch.equal(*values)
-            assert torch.equal(*(torch.autograd.grad(value, x)[0] for value in values))
-    assert seen == ["liger.log_prob"]
-    assert liger_ops_of(recorder.forwards) == {"log_prob_forward": 1}
-    assert liger_ops_of(recorder.backwards) == {"log_prob_backward": 1}
-
-
-def test_the_composed_ops_tangent() -> None:
-    x, target = torch.randn(3, 7), torch.tensor([0, -1, 6])
-    tangent = torch.randn(3, 7)
-    of_x = lambda x: liger_ops.log_prob(x, target, ignore_index=-1)
-    _, (found, _) = torch.func.jvp(of_x, (x,), (tangent,))
-    p = x.softmax(-1)
-    kept = target >= 0
-    true = tangent.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1) - (p * tangent).sum(-1)
-    torch.testing.assert_close(found[kept], true[kept])

@@ -60,8 +60,3 @@ def test_residual_of_another_dtype() -> None:
     dx, dresidual = torch.autograd.grad(y.sum() + s.square().sum(), (x, residual))
     assert dx.dtype is torch.bfloat16
     assert torch.equal(dx, dresidual.bfloat16())
-
-
-def test_rejects() -> None:
-    x = torch.zeros(2, 8)
-    op_checks.assert_rejects(OP, (x, torch.zeros(1, 8)), "residual must have the shape of x, (2,")

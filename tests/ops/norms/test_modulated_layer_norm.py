@@ -80,19 +80,6 @@ def test_kernels_round_where_the_definition_does(folder: str, mode: str, wide: b
     assert (y != OP.definition(*args)).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_gradient_is_that_of_the_blocks_code(name: str) -> None:
-    block, options = BLOCKS[name]
-    tensors = inputs(name, torch.float32)
-    norm = nn.LayerNorm(64, 1e-6)
-    ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    dy = torch.randn(3, 5, 64)
-    y = liger_ops.modulated_layer_norm(*ours, norm.weight, norm.bias, 1e-6, **options)
-    found = torch.autograd.grad(y, [*ours, *norm.parameters()], dy)
-    expected = torch.autograd.grad(block(norm, *theirs), [*theirs, *norm.parameters()], dy)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_rows_of_a_flattened_batch() -> None:
     """(M, N) with (B, N) is (B, M / B, N) with (B, N), and with (B, 1, N)."""
     x, scale, shift = inputs("dit", torch.float32)
@@ -120,36 +107,3 @@ def test_no_rows(folder: str) -> None:
     )
     for gradient in (dscale, dshift, dweight, dbias):
         assert torch.equal(gradient, torch.zeros(8))
-
-
-def test_module_is_the_op() -> None:
-    module = liger_ops.nn.ModulatedLayerNorm(64, 1e-3, "float32", True)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    x, scale, shift = inputs("dit", torch.bfloat16)
-    expected = liger_ops.modulated_layer_norm(
-        x, scale, shift, module.weight, module.bias, 1e-3, "float32"
-    )
-    assert torch.equal(module(x, scale, shift), expected)
-    assert repr(module) == (
-        "ModulatedLayerNorm(64, eps=0.001, casting_mode='float32', elementwise_affine=True,"
-        " bias=True)"
-    )
-    module.reset_parameters()
-    bare = liger_ops.nn.ModulatedLayerNorm(64, 1e-3, "float32")
-    assert not list(bare.parameters())
-    assert torch.equal(module(x, scale), bare(x, scale))
-    assert liger_ops.nn.ModulatedLayerNorm(64, elementwise_affine=True, bias=False).bias is None
-    with pytest.raises(ValueError, match=r"^ModulatedLayerNorm: x must be \(\.\.\., 64\)"):
-        bare(x[..., :4], scale[..., :4])
-
-
-def test_rejects() -> None:
-    x = torch.zeros(2, 3, 8)
-    for args, message in (
-        ((x, torch.zeros(3, 8)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x, torch.zeros(1, 3, 8)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x[0], torch.zeros(2, 8)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x, torch.zeros(2, 8), torch.zeros(8)), "shift must have the shape of scale, (2, 8), got"),
-    ):
-        op_checks.assert_rejects(OP, args, message)

@@ -39,26 +39,3 @@ def test_kernels_round_where_the_definition_does(folder: str, mode: str) -> None
     args = OP.forward_args(case, OP.tensors(case))
     (y,) = op_checks.run_kernel(OP, folder, False, case, args)
     assert (y != OP.definition(*args)).float().mean() < 0.01
-
-
-def test_module_is_the_op() -> None:
-    module = liger_ops.nn.ModulatedRMSNorm(8, 1e-3, 1.0, "gemma")
-    torch.manual_seed(0)
-    x, scale = torch.randn(3, 8), torch.randn(3, 8)
-    assert torch.equal(module(x, scale, x), liger_ops.modulated_rms_norm(x, scale, x, eps=1e-3))
-    nn.init.normal_(module.weight)
-    expected = liger_ops.modulated_rms_norm(x, scale, None, module.weight, 1e-3, 1.0, "gemma")
-    assert torch.equal(module(x, scale), expected)
-    assert repr(module) == (
-        "ModulatedRMSNorm(8, eps=0.001, offset=1.0, casting_mode='gemma', elementwise_affine=True)"
-    )
-    liger_ops.nn.ModulatedRMSNorm(None, casting_mode="float32", elementwise_affine=False)
-
-
-def test_rejects() -> None:
-    x = torch.zeros(2, 3, 8)
-    for args, message in (
-        ((x, torch.zeros(2, 7)), "scale must be (N,), or x's first dimensions and N, for x of"),
-        ((x, torch.zeros(8), None, None, 1e-6, 1.0), "offset must be 0 without a weight to add it"),
-    ):
-        op_checks.assert_rejects(OP, args, message)

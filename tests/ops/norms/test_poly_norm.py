@@ -1,52 +1,15 @@
-"""poly_norm against float64 truth, and against the code of its authors."""
+"""poly_norm of large elements, and the first values of its module."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import liger_ops
-import op_checks
-from liger_ops.bench.workloads.norms import motif_poly_norm
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_FOLDER
 
 OP = OPS["poly_norm"]
-
-
-class AuthorsPolyNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3) / 3)
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return motif_poly_norm(x, self.weight, self.bias)
-
-
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
-def test_module_is_the_authors(dtype: torch.dtype) -> None:
-    """Same initial values, state dict, results and gradients."""
-    ours, theirs = liger_ops.nn.PolyNorm(dtype=dtype), AuthorsPolyNorm().to(dtype)
-    for (name, ours_), (their_name, theirs_) in zip(
-        ours.named_parameters(), theirs.named_parameters(), strict=True
-    ):
-        assert name == their_name
-        torch.testing.assert_close(ours_, theirs_)
-    torch.manual_seed(0)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(3, 5, 33).to(dtype).requires_grad_()
-    dy = torch.randn(3, 5, 33).to(dtype)
-    # In bfloat16 the authors' code rounds every operation.
-    bounds = {} if dtype.itemsize > 2 else {"rtol": 0.05, "atol": 0.3}
-    torch.testing.assert_close(ours(x), theirs(x), **bounds)
-    found, expected = (
-        torch.autograd.grad(module(x), [x, *module.parameters()], dy) for module in (ours, theirs)
-    )
-    torch.testing.assert_close(found, expected, **bounds)
 
 
 @pytest.mark.device_kernels
@@ -58,17 +21,8 @@ def test_half_precision_does_not_overflow(folder: str) -> None:
     assert torch.equal(OP.kernel(folder)(x, weight), torch.full_like(x, 7.0))
 
 
-def test_module_checks_its_options() -> None:
-    assert repr(liger_ops.nn.PolyNorm(1e-3)) == "PolyNorm(eps=0.001)"
-    module = liger_ops.nn.PolyNorm(device="meta", dtype=torch.float16)
-    assert all(p.is_meta and p.dtype is torch.float16 for p in module.parameters())
-
-
-def test_rejects() -> None:
-    x, weight = torch.zeros(2, 8), torch.zeros(3)
-    for args, message in (
-        ((torch.tensor(1.0), weight), "x must be (..., N), got shape ()"),
-        ((x, torch.zeros(8)), "weight must have the shape of (3,), (3,), got (8,)"),
-        ((x, weight, torch.zeros(2)), "bias must have one element, got shape (2,)"),
-    ):
-        op_checks.assert_rejects(OP, args, message)
+def test_the_module_starts_as_the_authors() -> None:
+    state = liger_ops.nn.PolyNorm().state_dict()
+    assert {name: value.tolist() for name, value in state.items()} == {
+        "weight": pytest.approx([1 / 3] * 3), "bias": [0.0],
+    }  # fmt: skip

@@ -20,10 +20,14 @@ from op_under_test import (
     drawn_rows,
 )
 
+# The options of the terms of a loss of tokens, with the values that are drawn; the first is the
+# default. A new option is a line here and in the bounds below: heads, sharded losses, modules and
+# `fuse` are tested with it.
+TERM_CHOICES: Fields = {"label_smoothing": (0.0, 0.1, 1.0), "lse_square_scale": (0.0, 1e-2, 0.1)}
+TERMS: Fields = {name: values[1] for name, values in TERM_CHOICES.items()}
+WITHOUT_TERMS: Fields = {name: values[0] for name, values in TERM_CHOICES.items()}
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
-OPTIONS = (
-    "ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale",
-)  # fmt: skip
+OPTIONS = ("ignore_index", "reduction", *TERM_CHOICES, "softcap", "logit_scale")
 # What a target has, in all losses: one token in so many is ignored, 0 for none and 1 for all. One
 # ignored index is also a class, one is not.
 TARGETS: Fields = {
@@ -101,6 +105,11 @@ def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     return [*per_token, float(lse.max()), float(x.max()), float(counts.sum())]
 
 
+def of_terms(case: Any, dloss: Any, dz_loss: Any, lse: Any) -> Any:
+    """The size of the gradient of a token's loss, in units of its probabilities."""
+    return dloss + (dloss + dz_loss) * 2 * case.lse_square_scale * lse
+
+
 def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     x, tokens, classes = scaled(case, tensors)
     if x.numel() == 0:
@@ -117,7 +126,7 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     lse = float(x.max()) + float(torch.log(torch.tensor(float(x.shape[-1]))))
     count = float(tokens.max() * classes.max()) / divisor
     loss, z_loss, dlse, dtarget_logit = (float(size) for size in sizes.values())
-    upstream_size = loss * count + (loss + z_loss) * count * 2 * case.lse_square_scale * lse
+    upstream_size = count * of_terms(case, loss, z_loss, lse)
     # A rounding error of the exponent is a relative error of the probability.
     return [(upstream_size + dlse + dtarget_logit) * (1 + lse) * case.logit_scale]
 
@@ -135,17 +144,15 @@ def rows_and_items(pick: Pick, fields: Fields) -> Fields:
 
 # Every option in use, and none; a few of the rows are ignored.
 USED = {
-    "label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 3.0, "logit_scale": 0.7,
-    "weight_dtype": SAME, "token_weight_dtype": SAME, "return_predicted": True,
-    "return_entropy": True,
+    **TERMS, "softcap": 3.0, "logit_scale": 0.7, "weight_dtype": SAME, "token_weight_dtype": SAME,
+    "return_predicted": True, "return_entropy": True,
 }  # fmt: skip
-SMOOTHED = {"label_smoothing": 0.1, "lse_square_scale": 0.01}
 UNUSED = {
-    **dict.fromkeys(USED), "label_smoothing": 0.0, "lse_square_scale": 0.0, "logit_scale": 1.0,
+    **dict.fromkeys(USED), **WITHOUT_TERMS, "logit_scale": 1.0,
     "return_predicted": False, "return_entropy": False, "has_items": False,
 }  # fmt: skip
 ALL = {
-    **SMOOTHED, "weight_dtype": FP32, "token_weight_dtype": FP32, "softcap": 30.0,
+    **TERMS, "weight_dtype": FP32, "token_weight_dtype": FP32, "softcap": 30.0,
     "logit_scale": 0.5, "return_predicted": True, "return_entropy": True,
 }  # fmt: skip
 
@@ -155,10 +162,9 @@ def cross_entropy(reduction: str) -> OpUnderTest:
         name="cross_entropy_forward",
         form=reduction,
         choices={
-            **TARGETS, **LOGITS, "weight_dtype": (None, None, FP32, SAME),
+            **TARGETS, **LOGITS, **TERM_CHOICES, "weight_dtype": (None, None, FP32, SAME),
             "token_weight_dtype": (None, None, FP32, SAME), "has_items": (False, True),
-            "reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1, 1.0),
-            "lse_square_scale": (0.0, 1e-4, 0.1), "return_predicted": (False, True),
+            "reduction": ("mean", "sum", "none"), "return_predicted": (False, True),
             "return_entropy": (False, True),
         },
         coupled=rows_and_items,
@@ -169,7 +175,7 @@ def cross_entropy(reduction: str) -> OpUnderTest:
         cases=vocabularies(4096, 32000, 50257, 151936, output_mask=(False,) * 3),
         sampled={**USED, "reduction": reduction, "has_items": reduction == "mean"},
         forms=loss_forms(
-            SMOOTHED, {**SMOOTHED, "weight_dtype": FP32}, {"softcap": 30.0}, {"logit_scale": 0.5},
+            TERMS, {**TERMS, "weight_dtype": FP32}, {"softcap": 30.0}, {"logit_scale": 0.5},
             {"return_predicted": True}, {"return_entropy": True}, ALL,
             common=UNUSED, optional_at=(1, 2, 3, 5),
         ),

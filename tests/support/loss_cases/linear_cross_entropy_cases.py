@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cross_entropy_cases import OPTIONS, TERMS, WITHOUT_TERMS
 from launch_forms import Fields, head_forms
 from liger_ops import library
 from op_under_test import DEVICE, OpUnderTest, Tensors, Values, laid_out
 
+Terms = make_dataclass(
+    "Terms", [(n, float, v) for n, v in WITHOUT_TERMS.items()], frozen=True, kw_only=True
+)
+
 
 @dataclass(frozen=True, kw_only=True)
-class HeadCase:
+class HeadCase(Terms):
     """A drawn use of a head. chunk_bytes holds a few tokens, or a few words, of the logits."""
 
     shape: tuple[int, ...] = (3, 5)
@@ -30,8 +35,6 @@ class HeadCase:
     ignored: str = "some"
     target_dtype: torch.dtype = torch.int64
     reduction: str = "mean"
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
     accumulate_narrow: bool = False
@@ -91,10 +94,8 @@ def lora_of(case: HeadCase) -> list[Tensor | None]:
 
 def options_of(case: HeadCase) -> list[Any]:
     """The options from ignore_index to chunk_bytes."""
-    return [
-        -100, case.reduction, case.label_smoothing, case.lse_square_scale, case.softcap,
-        case.logit_scale, case.dtype if case.accumulate_narrow else None, case.chunk_bytes,
-    ]  # fmt: skip
+    accum_dtype = case.dtype if case.accumulate_narrow else None
+    return [-100, *(getattr(case, n) for n in OPTIONS[1:]), accum_dtype, case.chunk_bytes]
 
 
 # Masks of the gradients of x, weight, bias, lora_x and lora_b.
@@ -130,12 +131,12 @@ SIZES: Fields = {
 }  # fmt: skip
 # Every option in use.
 USED: Fields = {
-    **SIZES, "class_weight": True, "token_weight": True, "label_smoothing": 0.1,
-    "lse_square_scale": 0.01, "softcap": 3.0, "logit_scale": 0.7,
+    **SIZES, **TERMS, "class_weight": True, "token_weight": True, "softcap": 3.0,
+    "logit_scale": 0.7,
 }  # fmt: skip
 UNUSED = {
     "class_weight": False, "token_weight": False, "num_items": False, "chunk_bytes": None,
-    "label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0,
+    **WITHOUT_TERMS, "softcap": None, "logit_scale": 1.0,
 }  # fmt: skip
 
 
@@ -171,10 +172,7 @@ def linear_cross_entropy(reduction: str) -> OpUnderTest:
         no_gradient=("target", *INPUTS[4:]),
         sampled={**USED, "reduction": reduction, "num_items": reduction == "mean"},
         forms=head_forms(
-            {
-                "label_smoothing": 0.1, "lse_square_scale": 0.01, "class_weight": True,
-                "softcap": 30.0, "logit_scale": 0.5,
-            },
+            {**TERMS, "class_weight": True, "softcap": 30.0, "logit_scale": 0.5},
             sizes=({"D": 512, "V": 1023}, {"D": 4096, "V": 128256}),
             common=UNUSED,
         ),

@@ -274,17 +274,22 @@ def assert_equal_but_for_rounding(
         assert bool((close | (a == b)).all())
 
 
+# Errors of dtypes are TypeErrors.
+OF_DTYPES = ("dtype", "floating point", "int64 or int32", "torch.complex")
+
+
 def assert_rejects(op: OpUnderTest, args: tuple[Any, ...], message: str) -> None:
-    """Check for a ValueError whose message names the op and begins so: eagerly, in tracing and
+    """Check for an error whose message names the op and begins so: eagerly, in tracing and
     compiled."""
+    error = TypeError if any(words in message for words in OF_DTYPES) else ValueError
     message = f"{op.base}: {message}"
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
-        with pytest.raises(ValueError) as traced:
+        with pytest.raises(error) as traced:
             op.overload()(*fakes)
     assert str(traced.value).startswith(message), traced.value
     for call in (op.overload(), library.OPS[op.name].check_and_define):
-        with pytest.raises(ValueError) as eager:
+        with pytest.raises(error) as eager:
             call(*args)
         assert str(eager.value) == str(traced.value)
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ backward op, the launches that are compiled, and the npu forms follow from it an
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -296,6 +297,17 @@ class OpUnderTest:
 
     def backward_args(self, case: Any, tensors: Tensors) -> tuple[Any, ...]:
         return self._arguments(True, case, tensors)
+
+    def public_arguments(self, case: Any) -> dict[str, Any]:
+        """The arguments of the op that a user calls, as far as this op has them, by their names.
+        Tensors with a gradient require it. A head's LoRA has other factors there."""
+        names = [name for name, _ in self._names_and_defaults[False]]
+        given = dict(zip(names, self.forward_args(case, self.tensors(case)), strict=True))
+        for name in self.gradients_of:
+            given[name] = None if given[name] is None else given[name].detach().requires_grad_()
+        wanted = inspect.signature(public(self.base)).parameters
+        products = {name.replace("lora_x", "lora_b") for name in names if "lora_x" in name}
+        return {name: given[name] for name in wanted if name in given and name not in products}
 
     def _arguments(self, backward: bool, case: Any, tensors: Tensors) -> tuple[Any, ...]:
         def value(name: str, default: Any) -> Any:

@@ -7,66 +7,43 @@ loss and gradient of some logits.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....ops.losses.router_losses import router_losses
-from ... import classes
-from ...planning import Plan
-from ...probing import NotAnOp, Probes
-from ..rebinding import Names, rebound
-from ..rope import call_obstacle, wrapped
+from ...probing import NotAnOp
+from ..functions import Functions, globals_of
 
-KIND = "router loss"
 NAME = "load_balancing_loss_func"
 PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
-def plan(model: nn.Module) -> Plan:
-    """Override the forward of every module that calls such a function."""
-    probes = Probes()
+class RouterLosses(Functions):
+    """No rewrite knows it, so that its values are compared."""
 
-    def look(plan: Plan, name: str, module: nn.Module) -> None:
-        function = _function(classes.class_of(module))
-        if function is None or KIND in classes.overrides(module):
-            return
-        probes.once(function, lambda: _check(function))
-        if reason := call_obstacle(module, NAME):
-            raise NotAnOp(reason)
-        plan.fuse(name, module, "router_losses", {})
-        # Another function of the name makes another class.
-        facts = function.__module__, function.__qualname__
-        plan.changes.append(lambda: classes.override(module, KIND, facts))
+    name = title = "router loss"
+    rewrites = ("router_losses",)
 
-    return Plan(KIND, model, look)
+    def named(self, cls: Any) -> Iterator[tuple[str, Any]]:
+        found = [one for one in globals_of(getattr(cls, "forward", None)) if one[0] == NAME]
+        return iter([one for one in found if one[1] is not None][:1])
 
+    def recognised(self, function: Any) -> None:
+        """Raise NotAnOp if a function computes another loss, or another gradient."""
+        names = tuple(inspect.signature(function).parameters)
+        if names != PARAMETERS:
+            raise NotAnOp(f"it takes ({', '.join(names)}), not ({', '.join(PARAMETERS)})")
+        for found, expected in _pairs(function):
+            if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
+                raise NotAnOp("it computes another loss than router_losses")
 
-@classes.kind(KIND)
-def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
-    return {"forward": rebound(base.forward, {NAME: _replacement})}
-
-
-def _function(cls: Any) -> Any:
-    """The function that a class's forward calls by the name, or None."""
-    for caller in wrapped(getattr(cls, "forward", None)):
-        if NAME in caller.__code__.co_names:
-            return caller.__globals__.get(NAME)
-    return None
-
-
-def _check(function: Any) -> None:
-    """Raise NotAnOp if a function computes another loss, or another gradient."""
-    names = tuple(inspect.signature(function).parameters)
-    if names != PARAMETERS:
-        raise NotAnOp(f"{NAME} takes ({', '.join(names)}), not ({', '.join(PARAMETERS)})")
-    for found, expected in _pairs(function):
-        if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
-            raise NotAnOp(f"{NAME} computes another loss than router_losses")
+    @classmethod
+    def computed(cls, function: Any, facts: None) -> Callable[..., Any]:
+        return lambda args, kwargs: _loss(*args, **kwargs)
 
 
 @torch.enable_grad()
@@ -105,15 +82,3 @@ def _loss(
         attention_mask = attention_mask.reshape(-1).to(x.device)
     # The function returns float32 for float64 too.
     return router_losses(list(gate_logits), top_k, attention_mask)[0].float()
-
-
-def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-    called = Names({}, ())
-    called.add_functions(original)
-
-    @functools.wraps(original)
-    def balanced(*args: Any, **kwargs: Any) -> Any:
-        loss = _loss(*args, **kwargs) if called.are_unchanged() else None
-        return original(*args, **kwargs) if loss is None else loss
-
-    return balanced
