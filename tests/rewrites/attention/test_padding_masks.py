@@ -91,6 +91,7 @@ def test_with_symbolic_sizes_both_are_compiled_at_once():
     rewritten, made = compiled(attention("padding"), dynamic=True)
     for length in (LENGTH, 19, 7):
         check(rewritten, "padding", torch.ones(2, length, dtype=torch.int64))
+        assert made == ["causal", "mask"]
         check(rewritten, "padding", right_padding(length))
     assert made == ["causal", "mask"]
 
