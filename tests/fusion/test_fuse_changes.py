@@ -301,6 +301,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
         {"eps": sets("hc_eps", 0.1), "iterations": sets("hc_sinkhorn_iters", 1),
          "norm": sets("input_norm.eps", 0.5), **hooks("input_norm")},
     ),
+    "rotary": (rotating.Rotating, rotating.tensors, {}),
 }  # fmt: skip
 CHANGES = [
     pytest.param(make, given, change, id=f"{kind}-{name}")

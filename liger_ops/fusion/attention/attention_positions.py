@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...rewrites.attention.mask.algebra import Affine, Unknown, index
 from ...rewrites.attention.mask.evaluate import IndexFunctions
-from ..layers.rebinding import is_wrapped_plainly, rebound
+from ..layers.rebinding import opaque, rebound, wrapped
 from ..probing import undisturbed
 from ..trace import Trace
 
@@ -33,7 +33,7 @@ def makes_positions(model: Any, forward: Any) -> tuple[str, ...]:
     """The inputs for which a forward's masks are of one document if it is given no position_ids,
     and `of_own_positions` can tell it so."""
     names = inspect.signature(forward).parameters
-    if "position_ids" not in names or not is_wrapped_plainly(forward):
+    if "position_ids" not in names or opaque(wrapped(forward)):
         return ()
     return tuple(
         name

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ from .. import classes
 from ..planning import Plan
 from ..probing import NotAnOp
 from .kind import Kind
-from .rebinding import Names, rebound
+from .rebinding import Names, chain_to, opaque, rebound, wrapped
 
 
 class Functions(Kind):
@@ -103,29 +101,16 @@ def globals_of(caller: Any) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__.get(name)
 
 
-def wrapped(function: Any) -> list[types.FunctionType]:
-    """A function and the functions that it wraps, from the outermost in."""
-    found = []
-    while inspect.isfunction(function) and function not in found:
-        found.append(function)
-        function = getattr(function, "__wrapped__", None)
-    return found
-
-
 def call_obstacle(module: nn.Module, name: str) -> str | None:
     """Reason that a forward cannot call another function by a global name, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    chain = wrapped(classes.class_of(module).forward)
-    caller = next(function for function in chain if name in function.__code__.co_names)
-    for outer, inner in zip(chain, chain[1:], strict=False):
-        if outer is caller:
-            break
-        if not any(cell.cell_contents is inner for cell in outer.__closure__ or ()):
-            return f"its forward is wrapped by {outer.__qualname__}, which cannot be made again"
-    instructions = list(dis.get_instructions(caller))
+    chain = chain_to(classes.class_of(module).forward, name)
+    if outer := opaque(chain):
+        return f"its forward is wrapped by {outer.__qualname__}, which cannot be made again"
+    instructions = list(dis.get_instructions(chain[-1]))
     if any(one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for one in instructions):
         return "its forward writes to the globals of its file"
     operations = {

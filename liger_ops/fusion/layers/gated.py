@@ -103,7 +103,7 @@ class GatedMLPs(Gated):
         if count not in (2, 3) and not (count == 1 and _looks_gated(module)):
             return f"it has {count} children that may be projections"
         reason = obstacle(module) or state_obstacle(module)
-        return reason or argument_obstacle(module, _is_one)
+        return reason or argument_obstacle(module, takes_one)
 
     def called(self, module: nn.Module) -> Collection[str]:
         return _projections(module)
@@ -132,7 +132,7 @@ class GatedMLPs(Gated):
         super().check(traced)
 
 
-def _is_one(given: list[inspect.Parameter]) -> bool:
+def takes_one(given: list[inspect.Parameter]) -> bool:
     # diffusers' GEGLU takes any further arguments; a call with some reaches its own forward.
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kinds = [one.kind for one in given if one.kind not in rest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -84,11 +85,25 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
     return copied
 
 
-def is_wrapped_plainly(function: Any) -> bool:
-    """Whether `rebound` can copy a function: each wrapper has what it wraps in its closure."""
-    while hasattr(function, "__wrapped__"):
-        inner = function.__wrapped__
-        if not any(cell.cell_contents is inner for cell in function.__closure__ or ()):
-            return False
-        function = inner
-    return True
+def chain_to(function: Any, name: str) -> list[types.FunctionType]:
+    """A function and those that it wraps, to the one that refers to a name, or none."""
+    chain = wrapped(function)
+    places = [i for i, one in enumerate(chain) if name in one.__code__.co_names]
+    return chain[: places[0] + 1] if places else []
+
+
+def opaque(chain: list[types.FunctionType]) -> types.FunctionType | None:
+    """The wrapper that `rebound` cannot copy: it does not have what it wraps in its closure."""
+    for outer, inner in itertools.pairwise(chain):
+        if not any(cell.cell_contents is inner for cell in outer.__closure__ or ()):
+            return outer
+    return None
+
+
+def wrapped(function: Any) -> list[types.FunctionType]:
+    """A function and the functions that it wraps, from the outermost in."""
+    found = []
+    while isinstance(function, types.FunctionType) and function not in found:
+        found.append(function)
+        function = getattr(function, "__wrapped__", None)
+    return found

@@ -39,12 +39,8 @@ SECTIONS = "mrope_section"
 
 # Queries have the dimensions batch, heads, sequence and width.
 LAYOUTS = ("bhsd", "bshd", "shd")
-# Widths of tables in a trace, by the names of `table_width`, from the width of a head.
-WIDTHS: dict[str, Callable[[int], int]] = {
-    "whole": lambda d: d,
-    "half": lambda d: d // 2,
-    "part": lambda d: 8,
-}
+# Tables are as wide as a head, half as wide, or as a part of it that is another.
+WIDTHS = ("d", "e", "r")
 
 # The dtypes of queries and tables in which a form is tried. In autocast, tables may be wider.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -63,12 +59,11 @@ class Form:
     """A form of call.
 
     shapes: a letter for each dimension of queries, keys and tables. Sizes of one letter are equal;
-    c is b or 1. width: that of the tables, in terms of `table_width`. others: the other arguments,
+    c is b or 1, e is half of d, and r any other even number below d. others: the other arguments,
     SECTIONS for any sections.
     """
 
     shapes: tuple[str, ...]
-    width: str
     others: tuple[Any, ...]
 
     def fits(self, given: tuple[Any, ...], dtypes: Collection[Any]) -> bool:
@@ -90,17 +85,12 @@ class Form:
             for name, size in zip(shape, x.shape, strict=True):
                 if sizes.setdefault(name, size) != size:
                     return False
-        is_table = self.width == table_width(sizes["r"], sizes["d"])
-        return is_table and ("c" not in sizes or sizes["c"] == 1 or sizes["c"] == sizes["b"])
-
-
-def table_width(R: int, D: int) -> str:
-    """The width R of a table, relative to the width D of a head."""
-    if R == D:
-        return "whole"
-    if 2 * R == D:
-        return "half"
-    return "part" if R < D and R % 2 == 0 else "other"
+        D, half, part = sizes["d"], sizes.get("e"), sizes.get("r")
+        if half is not None and 2 * half != D:
+            return False
+        if part is not None and (part >= D or part % 2 or 2 * part == D):
+            return False
+        return "c" not in sizes or sizes["c"] == 1 or sizes["c"] == sizes["b"]
 
 
 class Rotary(Functions):
@@ -165,8 +155,8 @@ class Rotary(Functions):
             d, rows = (12, (2, 5)) if dtype is torch.bfloat16 else (20, (3, 4))
             b, s = (ANY_SIZES[n] for n in rows)
             # All sizes differ, so that a table fits in one way.
-            sizes = {"h": 6, "g": 3, "1": 1, "3": 3, "b": b, "c": b, "s": s, "d": d}
-            sizes["r"] = WIDTHS[known.width](d)
+            sizes = {"h": 6, "g": 3, "1": 1, "3": 3, "b": b, "c": b, "s": s}
+            sizes |= {"d": d, "e": d // 2, "r": 8}
             shapes = [tuple([sizes[one] for one in shape]) for shape in known.shapes]
             others = [[1, 3, d // 2 - 4] if one == SECTIONS else one for one in known.others]
             yield Case(
@@ -270,13 +260,13 @@ def _forms(function: Any, names: tuple[str, ...]) -> Iterator[Form]:
     for layout in LAYOUTS:
         heads = layout.index("h")
         dims = [None] if default is None else [heads, heads - len(layout)]
-        rows = "".join("c" if one == "b" else one for one in layout if one in "bs") + "r"
-        tables = [("3" if SECTIONS in names else "") + rows, *(["s1r"] if count == 1 else [])]
-        for dim, width, table in itertools.product(dict.fromkeys(dims), WIDTHS, tables):
+        rows = [("3" if SECTIONS in names else "") + ("cs" if "b" in layout else "s")]
+        rows += ["s1"] if count == 1 else []
+        for dim, width, row in itertools.product(dict.fromkeys(dims), WIDTHS, rows):
             if default is None or dim in (default.default, 1, 2):
                 given = {UNSQUEEZE_DIM: dim, SECTIONS: SECTIONS}
-                shapes = layout, layout.replace("h", "g"), *[table] * count
-                yield Form(shapes, width, tuple(given.get(one) for one in names[2 + count :]))
+                shapes = layout, layout.replace("h", "g"), *[row + width] * count
+                yield Form(shapes, tuple(given.get(one) for one in names[2 + count :]))
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:

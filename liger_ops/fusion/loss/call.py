@@ -100,16 +100,13 @@ def _with_labels(
 
     A forward computes a loss only if it has labels. That loss then uses shift_labels.
     """
-    shift_labels = kwargs.get("shift_labels")
-    if shift_labels is None or kwargs.get("labels") is not None:
+    labels, named = kwargs.get("shift_labels"), dict(zip(positional, args, strict=False))
+    if labels is None or kwargs.get("labels", named.get("labels")) is not None:
         return args, kwargs
-    named = dict(zip(positional, args, strict=False))
     if "labels" not in named:
-        return args, {**kwargs, "labels": shift_labels}
-    if named["labels"] is not None:
-        return args, kwargs
+        return args, {**kwargs, "labels": labels}
     place = positional.index("labels")
-    return (*args[:place], shift_labels, *args[place + 1 :]), kwargs
+    return (*args[:place], labels, *args[place + 1 :]), kwargs
 
 
 def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None) -> None:

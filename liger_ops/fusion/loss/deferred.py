@@ -12,16 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from . import head_hooks
 from .form import Form, is_factor, keeps_columns
+from .head_call import HeadCall
 
-if TYPE_CHECKING:
-    from .calls import HeadCall
+NO_OPTIONS: dict[str, Any] = {}
+
+
+def _recorded(form_of: Callable[..., Form | None]) -> Callable[..., Any]:
+    """A method of the name of one of Tensor's: it records an operation of which `form_of` returns
+    the form, and does any other."""
+    name = form_of.__name__
+    function = getattr(Tensor, name)
+
+    def method(self: DeferredLogits, *args: Any, **options: Any) -> Any:
+        form = None if options else form_of(self, *args)
+        return self._record(name, function, args, form, options)
+
+    return method
 
 
 class DeferredLogits:
@@ -73,11 +88,42 @@ class DeferredLogits:
         return getattr(self.computed(applies(name)), name)
 
     def computed(self, why: str, operands: tuple[Any, ...] = ()) -> Tensor:
-        """The logits, for the reason `why`, such as an operation with other operands."""
+        """The logits, for the reason `why`, such as an operation with other operands. All logits of
+        the head's call are computed, also those after recorded operations."""
+        call = self.call
         if self.value is None:
-            self.call.compute(self, why, operands)
+            call.check_gradient()
+            call.head.say(why, operands)
+            call.computed = True
+            # An operation that writes into one of them is seen in its views, and in no other.
+            with torch.set_grad_enabled(call.with_grad):
+                for made in (*call.made, self):
+                    made.value = made.done_now()
+            # What the model forgot need not stay.
+            for made in call.made:
+                made.parent = made.function = None
+            call.made = []
         assert self.value is not None
         return self.value
+
+    def done_now(self) -> Tensor:
+        if self.value is not None:
+            return self.value
+        if self.parent is None or self.function is None:
+            return self.call.in_its_autocast(self.call.head.modules[0], self.call.hidden)
+        return self.function(self.parent.done_now(), *self.args)
+
+    def obstacle(self) -> str | None:
+        """What the op does not compute of these logits, or None."""
+        call = self.call
+        if self.value is not None:
+            return None
+        if torch.is_grad_enabled() and not call.with_grad:
+            return "its head is called without gradients, and its loss is computed with them"
+        beside = self.chosen or self.form.bias is not None
+        if beside and head_hooks.are_over_words(call.head.head):
+            return "its head is sharded over words, and its forward chooses or adds to its logits"
+        return None
 
     @property
     def shape(self) -> torch.Size:
@@ -111,25 +157,25 @@ class DeferredLogits:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def mul(self, other: Any) -> Any:
-        form = self.form.times(other) if is_factor(other) else None
-        return self._record("mul", Tensor.mul, (other,), form)
+    @_recorded
+    def mul(self, other: Any) -> Form | None:
+        return self.form.times(other) if is_factor(other) else None
 
-    def div(self, other: Any, **options: Any) -> Any:
-        if options:
-            return done(Tensor.div, "div", (self, other), options)
-        form = self.form.times(1.0, other) if is_factor(other) else None
-        return self._record("div", Tensor.div, (other,), form)
+    @_recorded
+    def div(self, other: Any) -> Form | None:
+        return self.form.times(1.0, other) if is_factor(other) else None
 
-    def add(self, other: Any, **options: Any) -> Any:
-        if options:
-            return done(Tensor.add, "add", (self, other), options)
-        form = self.form.plus(other, self.dtype) if self._is_bias(other) else None
-        return self._record("add", Tensor.add, (other,), form)
+    @_recorded
+    def add(self, other: Any) -> Form | None:
+        return self.form.plus(other, self.dtype) if self._is_bias(other) else None
 
-    def tanh(self) -> Any:
-        form = None if self.form.capped else replace(self.form, capped=True)
-        return self._record("tanh", Tensor.tanh, (), form)
+    @_recorded
+    def tanh(self) -> Form | None:
+        return None if self.form.capped else replace(self.form, capped=True)
+
+    @_recorded
+    def contiguous(self) -> Form | None:
+        return self.form
 
     def to(self, *args: Any, **options: Any) -> Any:
         given = (*args, *options.values())
@@ -143,15 +189,10 @@ class DeferredLogits:
                 return self
         elif len(given) == 1 and isinstance(given[0], torch.device) and given[0] == self.device:
             return self
-        return done(Tensor.to, "to", (self, *args), options)
+        return self._record("to", Tensor.to, args, None, options)
 
     def float(self) -> Any:
         return self.to(torch.float32)
-
-    def contiguous(self, **options: Any) -> Any:
-        if options:
-            return done(Tensor.contiguous, "contiguous", (self,), options)
-        return self._record("contiguous", Tensor.contiguous, (), self.form)
 
     def reshape(self, *shape: Any) -> Any:
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
@@ -162,19 +203,17 @@ class DeferredLogits:
             shape = (*shape[:-1], words)
         # Without the number of rows, only one size can be left open.
         open_rows = self.call.rows is not None or len(shape) == 2 and shape[0] == -1
-        if not sizes or shape[-1] != words or not open_rows or not self.call.may_record():
-            return done(Tensor.reshape, "reshape", (self, *shape), {})
-        rows = with_size(shape[:-1], math.prod(self.rows))
-        if rows is None:
-            return done(Tensor.reshape, "reshape", (self, *shape), {})
-        return self._record("reshape", Tensor.reshape, shape, self.form, rows)
+        of_rows = sizes and shape[-1] == words and open_rows
+        rows = with_size(shape[:-1], math.prod(self.rows)) if of_rows else None
+        form = None if rows is None else self.form
+        return self._record("reshape", Tensor.reshape, shape, form, rows=rows)
 
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         last = end_dim % self.dim()
         if last == self.dim() - 1 or self.call.rows is None:
-            return done(Tensor.flatten, "flatten", (self, start_dim, end_dim), {})
+            return self._record("flatten", Tensor.flatten, (start_dim, end_dim), None)
         first = start_dim % self.dim()
         flat = math.prod(self.rows[first : last + 1])
         return self.reshape(*self.rows[:first], flat, *self.rows[last + 1 :], self.columns)
@@ -182,29 +221,36 @@ class DeferredLogits:
     def __getitem__(self, index: Any) -> Any:
         of_rows = self.call.rows is not None and keeps_columns(index, self.dim(), self.columns)
         if not of_rows or not self.call.may_record():
-            return done(Tensor.__getitem__, "index", (self, index), {})
+            return self._record("index", Tensor.__getitem__, (index,), None)
         hidden = self.hidden.reshape(*self.rows, self.hidden.shape[-1])[index]
         rows = tuple(hidden.shape[:-1])
-        return self._record("index", Tensor.__getitem__, (index,), self.form, rows, hidden)
+        return self._record(
+            "index", Tensor.__getitem__, (index,), self.form, rows=rows, chosen=hidden
+        )
 
     def _record(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], form: Form | None,
-        rows: tuple[int, ...] | None = None, chosen: Tensor | None = None,
+        options: dict[str, Any] = NO_OPTIONS, rows: tuple[int, ...] | None = None,
+        chosen: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Record an operation, or do it if it has no form.
 
+        options: the keyword arguments of one that has none.
         rows: the shape of the rows after it, if it shapes or chooses them.
         chosen: the hidden states of those that it chooses.
         """
         if form is None or not self.call.may_record():
-            return done(function, name, (self, *args), {})
+            return done(function, name, (self, *args), options)
         rows = self.rows if rows is None else rows
         hidden, tokens = (self.hidden, self.tokens) if chosen is None else (chosen, rows)
         logits = DeferredLogits(
             self.call, hidden, form, tokens, rows,
             self.chosen or chosen is not None, self, function, args,
         )  # fmt: skip
-        self.call.add(logits)
+        if self.call.keeps:
+            logits.value = logits.done_now()
+        else:
+            self.call.made.append(logits)
         return logits
 
     def _is_bias(self, other: Any) -> bool:
@@ -256,9 +302,11 @@ def applies(name: str) -> str:
 def done(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What a function returns for the logits that are among its arguments."""
     operands = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    for logits in _deferred((*args, *kwargs.values())):
-        logits.computed(applies(name), operands)
-    return function(*_with_values(args), **_with_values(kwargs))
+    for one in pytree.tree_leaves((args, kwargs)):
+        if isinstance(one, DeferredLogits):
+            one.computed(applies(name), operands)
+    args, kwargs = pytree.tree_map_only(DeferredLogits, lambda one: one.value, (args, kwargs))
+    return function(*args, **kwargs)
 
 
 def cross_entropy(
@@ -276,31 +324,11 @@ def cross_entropy(
     rows = isinstance(input, DeferredLogits) and input.dim() == 2
     labels = isinstance(target, Tensor) and target.dim() == 1 and target.dtype is torch.int64
     if plain and rows and labels:
-        loss: Tensor = input.call.loss(input, target, **options)
-        return loss
+        input.call.check_gradient()
+        return input.call.head.loss(input, target, options)
     others = {"weight": weight, "size_average": size_average, "reduce": reduce}
-    loss = done(F.cross_entropy, "cross_entropy", (input, target), {**others, **options})
+    loss: Tensor = done(F.cross_entropy, "cross_entropy", (input, target), {**others, **options})
     return loss
-
-
-def _deferred(value: Any) -> list[DeferredLogits]:
-    if isinstance(value, DeferredLogits):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return [logits for item in value for logits in _deferred(item)]
-    return []
-
-
-def _with_values(value: Any) -> Any:
-    if isinstance(value, DeferredLogits):
-        return value.value
-    if isinstance(value, dict):
-        return {name: _with_values(item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([_with_values(item) for item in value])
-    return value
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layers.rebinding import is_wrapped_plainly, rebound
+from ..layers.rebinding import chain_to, opaque, rebound
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
-from .calls import DeferringHead, HeadCall
+from .calls import DeferringHead
 from .deferred import DeferredLogits
 from .form import Form
 from .head import head_of, parameter_of
@@ -74,11 +74,8 @@ class TracedLoss:
 def with_traced_loss(forward: Any) -> Any:
     """A copy of a forward that makes TracedLoss for CrossEntropyLoss, or None if its code does not
     name that class."""
-    inner = forward
-    while MADE not in inner.__code__.co_names and hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
-    named = MADE in inner.__code__.co_names and inner.__globals__.get(MADE) is nn.CrossEntropyLoss
-    if not named or not is_wrapped_plainly(forward):
+    chain = chain_to(forward, MADE)
+    if not chain or opaque(chain) or chain[-1].__globals__.get(MADE) is not nn.CrossEntropyLoss:
         return None
     return rebound(forward, {MADE: lambda value: TracedLoss})
 
@@ -114,9 +111,7 @@ class _DryHead(DeferringHead):
         found = [self.names[id(x)] for x in operands if id(x) in self.names]
         raise NotAnOp(f"{reason}, with its {found[0]}" if found else reason)
 
-    def loss(
-        self, call: HeadCall, logits: DeferredLogits, target: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def loss(self, logits: DeferredLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
         if target.shape != logits.shape[:-1]:
             raise ValueError("there are not as many labels as logits")
         self.losses += 1

@@ -38,30 +38,18 @@ class LossOptions:
         return {name: value for name, value in self.asked.items() if name in names}
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-# For each option: whether the type is valid, whether the value is, and the text of what is valid.
-Check = tuple[Callable[[Any], bool], Callable[[Any], bool], str]
+# For each option: the types that are valid, whether a value is, and the text of what is valid.
+Check = tuple[tuple[type, ...], Callable[[Any], bool], str]
 
 
 def _of_number(accepted: Any) -> Check:
-    return _is_number, accepted.holds, f"a number {accepted.text.removeprefix('a number ')}"
+    return (int, float), accepted.holds, f"a number {accepted.text.removeprefix('a number ')}"
 
 
-_FLAG: Check = (_is_flag, lambda value: True, "True or False")
+_FLAG: Check = ((bool,), lambda value: True, "True or False")
 CHECKS: dict[str, Check] = {
     "reduction": (
-        lambda value: isinstance(value, str),
+        (str,),
         lambda value: value in ("mean", "sum", "none"),
         "'mean', 'sum' or 'none'",
     ),
@@ -70,11 +58,11 @@ CHECKS: dict[str, Check] = {
     "return_token_accuracy": _FLAG,
     "return_predicted_tokens": _FLAG,
     "accum_dtype": (
-        lambda value: isinstance(value, torch.dtype),
+        (torch.dtype,),
         lambda value: value.is_floating_point,
         "torch.float32, the dtype of the head's weight, or None",
     ),
-    "chunk_bytes": (_is_count, lambda value: value > 0, "a number of bytes above 0, or None"),
+    "chunk_bytes": ((int,), lambda value: value > 0, "a number of bytes above 0, or None"),
 }
 
 
@@ -94,8 +82,9 @@ def taken_from(
     given = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
     rest = {key: value for key, value in kwargs.items() if key not in names}
     for key, value in given.items():
-        is_type, is_value, accepted = CHECKS[key]
-        if not is_type(value):
+        types, is_value, accepted = CHECKS[key]
+        # A bool is an int.
+        if not isinstance(value, types) or isinstance(value, bool) and bool not in types:
             raise TypeError(f"{name}: {key} must be {accepted}, got {type(value).__name__}")
         if not is_value(value):
             raise ValueError(f"{name}: {key} must be {accepted}, got {value!r}")

@@ -292,6 +292,9 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     "list": lambda x: torch.stack([x, x])[0],
     "equal": lambda x: (x == x).float(),
     "power": lambda x: x**2,
+    "floor": lambda x: torch.div(x, 0.3, rounding_mode="floor"),
+    "doubled summand": lambda x: x.add(torch.arange(float(VOCABULARY)), alpha=2),
+    "copied": lambda x: x.to(torch.float32, copy=True),
 }
 
 

@@ -6,7 +6,6 @@ more scores than the op computes is proved from the router's code, which is trac
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from ...planning import Plan
 from ...probing import NotAnOp
 from ...sharding import shape_of
 from ...trace import ANY_SIZES
+from ..gated import takes_one
 from ..installed import Called, Facts
 from ..kind import Kind, argument_obstacle, has_state, obstacle, parameter_obstacle, state_obstacle
 from ..module_trace import Case, FailsInTrace, names_of
@@ -51,7 +51,7 @@ class DenseExperts(Kind):
             reason := parameter_obstacle(experts, f"{name}.")
         ):
             return reason
-        return obstacle(module) or state_obstacle(module) or argument_obstacle(module, _is_one)
+        return obstacle(module) or state_obstacle(module) or argument_obstacle(module, takes_one)
 
     def called(self, module: nn.Module) -> Collection[str]:
         children = module.named_children()
@@ -113,7 +113,3 @@ def _experts(module: nn.Module) -> str:
         and [len(shape_of(one)) for one in child.parameters(recurse=False)].count(3) == 2
     ]
     return found[0] if len(found) == 1 else ""
-
-
-def _is_one(given: list[inspect.Parameter]) -> bool:
-    return len(given) == 1 and given[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -26,7 +26,7 @@ from ... import classes, sharding, tensor_parallel
 from ...planning import Plan
 from ...probing import NotAnOp
 from ..gated import Gated
-from ..installed import Facts, methods_of
+from ..installed import Facts, arranging, methods_of
 from ..kind import obstacle, parameter_obstacle
 from ..module_trace import ModuleTrace, Traced
 from ..program import Program, Value
@@ -216,13 +216,11 @@ def _forwards(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
     """The forward that calls the op, or the module's own code where that computes another thing;
     and the method that calls the op with LoRAs."""
     original, hold, options = base.forward, facts.assumptions.hold, dict(facts.form)
-    names = list(inspect.signature(original).parameters)[1:4]
+    arranged = arranging(original, tuple(inspect.signature(original).parameters)[1:4])
 
     def adapted(self: Any, loras: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor | None:
-        given = args
-        if kwargs and kwargs.keys() == set(names[len(args) :]):
-            given = (*args, *(kwargs[name] for name in names[len(args) :]))
-        if len(given) == 3 and len(args) + len(kwargs) == 3 and hold(self, given[0]):
+        given = arranged(args, kwargs)
+        if given is not None and hold(self, given[0]):
             return experts(self, {**options, **loras}, *given)
         return None
 

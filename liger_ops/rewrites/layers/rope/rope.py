@@ -16,52 +16,46 @@ from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, val
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
 from ...engine.rewrite import Refused, Search, attempt, derive, emit, items, viewed
-from .rope_spellings import SPELLINGS, VIEWS
-from .rope_tables import Placement, expanded, placement
-from .rotation import Form
-from .same_tables import alike, repeated, sources
-
-TABLES = ("cos", "sin", "scale")
+from .rotation import TABLES, Options, Reader, Rotation
+from .tables import alike, is_repeated, made_of, placement
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
     search = Search(graph, report, "rope")
-    waiting: list[tuple[Match, Form]] = []
-    alone: list[tuple[Match, Form]] = []
-    for match, known in search.matches(SPELLINGS):
+    waiting: list[Match] = []
+    alone: list[Match] = []
+    for match, _ in search.matches([(Reader(op), None) for op in Reader.OPS]):
         search.set_aside(match)
-        form: Form = known or match["form"]
-        pair = next((one for one in waiting if _is_pair(one, (match, form))), None)
-        if pair is None:
-            waiting.append((match, form))
+        later = next((one for one in waiting if _is_pair(one, match)), None)
+        if later is None:
+            waiting.append(match)
             continue
         # Matches come from the end of the graph, so the first one found is the later one.
-        waiting.remove(pair)
-        later = pair[0]
+        waiting.remove(later)
         try:
             with attempt(search.graph):
-                _put((match, later), _place(match, later, search), form, search)
+                _put((match, later), _place(match, later, search), search)
         except Refused:
-            alone += [pair, (match, form)]
-    for match, form in [*alone, *waiting]:
+            alone += [later, match]
+    for match in [*alone, *waiting]:
         try:
             with attempt(search.graph):
-                _put((match,), match.root, form, search)
+                _put((match,), match.root, search)
         except Refused as refused:
             search.refuse(match, str(refused))
     search.finish()
 
 
-def _is_pair(a: tuple[Match, Form], b: tuple[Match, Form]) -> bool:
-    tables = [[one.values.get(name) for name in (*TABLES, "heads")] for one, _ in (a, b)]
-    return a[1] == b[1] and all(
-        alike(expanded(x), expanded(y)) for x, y in zip(*tables, strict=True)
-    )
+def _is_pair(a: Match, b: Match) -> bool:
+    tables = [[one.values.get(name) for name in TABLES] for one in (a, b)]
+    return a["rotation"].options == b["rotation"].options and all(map(alike, *tables))
 
 
-def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
+def _put(matches: tuple[Match, ...], at: fx.Node, search: Search) -> None:
     """Replace the rotations of one tensor or two by one op, inserted before `at`."""
-    places = [_placement(match, form) for match in matches]
+    rotation: Rotation = matches[0]["rotation"]
+    options = rotation.options
+    places = [placement(match["x"], match["rotation"].cos[0]) for match in matches]
     if places[-1] != places[0]:
         raise Refused("queries and keys have their heads at different dimensions")
     _check_tables(matches, search)
@@ -72,22 +66,22 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
         # The op takes two tensors; the second has no heads, so nothing is computed for it.
         none = derive(at, torch.Tensor.detach, tensors[0])
         tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
-    values = matches[0].values
-    tables = [places[0].table(at, expanded(values.get(name))) for name in ("cos", "sin")]
-    if "scale" in values:
-        scale = places[0].table(at, expanded(values["scale"]))
+    tables: list[Any] = [one and places[0].table(at, one) for one in rotation[1:3]]
+    if rotation.scale is not None:
+        scale = places[0].table(at, rotation.scale)
         tables = [derive(at, torch.mul, derive(at, torch.Tensor.float, t), scale) for t in tables]
-    if form.back:
+    if options.back:
         tables[1] = derive(at, torch.neg, tables[1])
-    passed = {node for match in matches for node in _sources(match) if repeated(node)}
+    given = (node for match in matches for node in match["given"])
+    passed = set(filter(is_repeated, made_of(given)))
     sections = None
-    if (parts := _sections(tables, form)) is not None:
+    if (parts := _sections(tables, options)) is not None:
         *tables, sections, combined = parts
         passed |= combined
     # Views of tables that nothing else uses are erased with the match.
     matches = tuple(replace(match, nodes=match.nodes | passed) for match in matches)
-    args: tuple[Any, ...] = (*tensors, *tables, form.interleaved, form.per_pair)
-    if form.deinterleave:
+    args: tuple[Any, ...] = (*tensors, *tables, options.interleaved, options.per_pair)
+    if options.deinterleave:
         args = (*args, None, True)
     elif sections is not None:
         args = (*args, sections)
@@ -99,10 +93,10 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
     search.used(op)
 
 
-def _sections(tables: list[fx.Node], form: Form) -> tuple[Any, ...] | None:
+def _sections(tables: list[Any], options: Options) -> tuple[Any, ...] | None:
     """If both tables are combined from three each, as multimodal models do: the tables of three,
     the sections, and the nodes that combine them; None otherwise."""
-    if form != Form() or len(tables) != 2:
+    if options != Options():
         return None
     parts = [_combined(table) for table in tables]
     if parts[0] is None or parts[1] is None or parts[0][1] != parts[1][1]:
@@ -169,17 +163,11 @@ def _computed(at: fx.Node, node: fx.Node, again: set[fx.Node]) -> fx.Node:
         return at.graph.node_copy(node, inputs.__getitem__)
 
 
-def _sources(match: Match) -> list[fx.Node]:
-    """The nodes that the tables of a match are views of, and those views."""
-    given = match.values.get("given", [match.values.get(name) for name in TABLES])
-    return [node for table in given for node in sources(table)]
-
-
 def _check_tables(matches: tuple[Match, ...], search: Search) -> None:
     """Raise Refused if a table was written after something was made of it for one of `matches`."""
-    tables = [node for match in matches for node in _sources(match)]
-    made = [node for node in tables if repeated(node)]
+    tables = made_of(node for match in matches for node in match["given"])
     roots = [match.root for match in matches]
+    made = filter(is_repeated, tables)
     first = min([*made, *roots], key=search.state.order.__getitem__)
     if search.state.written(tables, first, roots[-1]):
         raise Refused("a table is written in place before the rotation")
@@ -197,24 +185,3 @@ def _place(q: Match, k: Match, search: Search) -> fx.Node:
     if state.written([*inputs, *views], q.root, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
-
-
-def _placement(match: Match, form: Form) -> Placement:
-    if any(name in match.values and not _is_view(match, name) for name in VIEWS):
-        raise Refused("its views put together elements that are not pairs")
-    heads = match.values.get("heads")
-    if heads is not None:
-        heads = int(value(heads))
-        # The matrices that get the dimension have two more than a table, and one more then.
-        heads += 4 + form.inner if heads < 0 else 0
-    inner = form.inner if heads is None else 0
-    return placement(match["x"], expanded(match["cos"]), inner, heads)
-
-
-def _is_view(match: Match, name: str) -> bool:
-    """Whether a parameter is the shape that it must be; one size may be written as -1."""
-    expected = VIEWS[name](value(match["x"]).shape, value(match["cos"]).shape)
-    given = match[name]
-    return len(given) == len(expected) and all(
-        same(a, b) or same(a, -1) for a, b in zip(given, expected, strict=True)
-    )

@@ -1,349 +1,255 @@
-"""Reads a rotation of pairs from the operations that compute it, in whichever order they stand.
+"""Reads a rotation from whatever code computes it, by comparison with the definition of the op.
 
-A rotation turns pairs (a, b) of the first R elements of a head: y = (a cos - b sin, b cos + a sin).
-Models write it by elements, `x * cos + turned(x) * sin` with turned(x) = (-b, a), or by pairs, with
-y joined from its two sums. The reader follows the code from the joined pieces or the sum to the
-slices of x; signs may be at any factor, factors and terms in any order, and tables are whatever x
-or a part of x is multiplied by.
+A rotation is linear in x, and its elements mix only within a position. So the code is the matrix
+that it computes from the identity for x, with random numbers for the tables; it is the op if the
+op's definition computes that matrix from some of the tables, with some of its options.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, same_number, value
-from ...engine.pattern import Match, holds, skip
-from .row_parts import OVERLOOKED, Term, common, joined_of, pairing_of, part_of, products, terms_of
-from .same_tables import alike, unsigned
+from ....library import OPS
+from ...engine.canonical import calls, canonical, is_tensor, value
+from ...engine.pattern import Match, holds
+from .elements import Elements
+from .tables import Table, alike
 
-# The op's complex tables have pairs, too, and rotate interleaved pairs.
-_COMPLEX = "complex"
+# No head is wider, and the matrix of a wider row would be large.
+WIDEST = 1024
+# What is done to tables on their way to the product, and that the op may do instead.
+_UNDONE = {
+    "expand", "getitem", "identity", "neg", "repeat_interleave", "stack", "unsqueeze", "view",
+}  # fmt: skip
+_WIDE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+TABLES = ("cos", "sin", "scale")
+ROUNDED = "a value on the way is rounded to a narrower dtype than that of the rotated tensor"
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a spelling pairs elements, and the layout of its tables."""
+class Options(NamedTuple):
+    """The options of the op, and whether sin is to be negated."""
 
     interleaved: bool = False
     per_pair: bool = False
-    # Whether it rotates in the other direction, by -sin.
-    back: bool = False
-    # How many dimensions its tables have after the elements of a row.
-    inner: int = 0
-    # Whether it writes interleaved pairs in halves.
     deinterleave: bool = False
+    back: bool = False
+
+
+_OPTIONS = [Options(*flags) for flags in itertools.product((False, True), repeat=4)]
+
+
+class Rotation(NamedTuple):
+    """The options, and the tables: equal ones together, first what the others are made of."""
+
+    options: Options
+    cos: list[Table]
+    sin: list[Table] | None = None
+    scale: list[Table] | None = None
 
 
 class Reader:
     """Matches the rotations whose last operation is `op`, as a `Pattern` does.
 
-    A match has the values x, cos and sin, and scale if both tables are multiplied by one; its form
-    is the value "form". With `from_pairs` x is brought from interleaved pairs into halves first.
+    A match has the values x, cos and sin, and scale if both tables are multiplied by one; the whole
+    `Rotation`; and "given", the tables that x is multiplied by, which may be made of those.
     """
 
     OPS = ("add", "sub", "cat", "flatten", "view")
 
-    def __init__(self, op: str, from_pairs: bool) -> None:
+    def __init__(self, op: str) -> None:
         self.op: str | None = op
-        self.from_pairs = from_pairs
 
     def match(self, node: fx.Node) -> Match | None:
+        elements = Elements(node)
+        width = elements.number(value(node).shape[-1]) if value(node).dim() else None
+        if width is None or width > WIDEST:
+            return None
+        candidates = [x for x in elements.linear_in(node) if x is not node]
+        # The farthest first, which is x before its pairs are brought into halves.
+        readings = [_Reading(elements, x, width) for x in reversed(candidates)]
         close: Match | None = None
-        for found in _rotations(node):
-            rotation = _from_pairs(found) if self.from_pairs else found
-            match = None if rotation is None else _match(node, rotation)
-            if match is not None and match.difference is None:
-                return match
-            close = close or match
+        for i, reading in enumerate(readings):
+            rotation = reading.rotation()
+            if not isinstance(rotation, Rotation):
+                if rotation is not None:
+                    close = Match(node, {"x": reading.x}, reading.nodes, rotation)
+                continue
+            for symbol in reading.symbols:
+                # Adds a guard.
+                int(symbol)
+            alike = [one for one in readings[i:] if torch.equal(one.matrix, reading.matrix)]
+            kept = [one for one in alike if one.holds_x()]
+            if not kept:
+                return Match(node, {"x": alike[-1].x}, alike[-1].nodes, ROUNDED)
+            # Of several casts and copies the last.
+            return kept[-1].match(rotation)
         return close
 
 
-@dataclass(frozen=True)
-class _Rotation:
-    form: Form
-    # Where the code reads x: it is one of the tensors that each of these is a cast or a copy of.
-    leaves: tuple[Any, ...]
-    # The factors of each product other than x, of cos and of sin.
-    cos: tuple[Any, ...]
-    sin: tuple[Any, ...]
-    nodes: frozenset[fx.Node]
-    # How many of x's elements are rotated.
-    width: Any
-    # How it differs from the op's.
-    difference: str | None = None
+class _Reading:
+    """The code between x and a result that is linear in it."""
 
+    def __init__(self, elements: Elements, x: fx.Node, width: int) -> None:
+        self.x, self._of = x, elements
+        self.nodes: frozenset[fx.Node] = frozenset()
+        self.tables: list[Table] = []
+        # What x is multiplied by, and the numbers of columns of that and of the product.
+        self.given: dict[fx.Node, tuple[int, int]] = {}
+        self._known: dict[Any, Tensor] = {(x, 1): torch.eye(width, **_WIDE)}
+        self.symbols = elements.symbols = []
+        self.matrix: Tensor = self._elements(elements.root, 1)
 
-def _rotations(node: Any) -> Iterator[_Rotation]:
-    joined = joined_of(node)
-    if joined is None:
-        yield from _by_elements(node)
-        return
-    pieces, interleaved, nodes = joined
-    if not interleaved and len(pieces) > 1 and (passed := part_of(pieces[-1])) is not None:
-        bounds = (value(passed.source).shape[-1], 1)
-        if len(pieces) == 2:
-            inner: Iterator[_Rotation] = _rotations(pieces[0])
-            inner = (one for found in inner if (one := _of_part(found)) is not None)
-        else:
-            inner = _by_pairs(pieces[:-1], interleaved)
-        for rotation in inner:
-            if passed.sign > 0 and same(passed.bounds, (rotation.width, *bounds)):
-                yield replace(
-                    rotation,
-                    leaves=(*rotation.leaves, passed.source),
-                    nodes=rotation.nodes | nodes | passed.nodes,
-                )
-    for rotation in _by_pairs(pieces, interleaved):
-        # The elements that are not rotated would be missing.
-        if same(rotation.width, value(rotation.leaves[0]).shape[-1]):
-            yield replace(rotation, nodes=rotation.nodes | nodes)
+    def _elements(self, node: fx.Node, inner: int) -> Tensor:
+        if (node, inner) not in self._known:
+            call, step = canonical(node), self._of.step(node, inner)
+            assert call is not None and step is not None
+            self.nodes |= {node, *call.through}
+            given = [self._operand(one, of, node) for one, of in step.operands]
+            self._known[node, inner] = step.compute(*given)
+        return self._known[node, inner]
 
+    def _operand(self, one: Any, inner: int, of: fx.Node) -> Any:
+        if not is_tensor(one):
+            return one if isinstance(one, (int, float)) else math.nan
+        if self.x in self._of.linear_in(one, inner):
+            return self._elements(one, inner)
+        inner = min(inner, value(one).dim())
+        dims = tuple(range(3 - value(one).dim() + inner, 3))
+        table = self._table(one, dims, inner)
+        if value(of).is_complex() and not table.is_complex():
+            self.tables.append(Table(one, dims, inner, table.to(torch.complex128)))
+        self.given[one] = table.shape[-1], self._of.number(value(of).shape[-1]) or 0
+        return table
 
-def _of_part(rotation: _Rotation) -> _Rotation | None:
-    """The rotation of the first elements of a head, as one of the head."""
-    parts = [part_of(leaf) for leaf in rotation.leaves]
-    wanted = (0, rotation.width, 1)
-    if not all(part and part.sign > 0 and same(part.bounds, wanted) for part in parts):
-        return None
-    nodes = rotation.nodes.union(*(part.nodes for part in parts if part))
-    return replace(rotation, leaves=tuple(part.source for part in parts if part), nodes=nodes)
+    def _table(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
+        """The elements of a table, made of those of the tables that it is made of."""
+        if (node, dims, inner) not in self._known:
+            found = self._known[node, dims, inner] = self._made(node, dims, inner)
+            if isinstance(node, fx.Node):
+                self.tables.append(Table(node, dims, inner, found))
+        return self._known[node, dims, inner]
 
+    def _made(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
+        call = canonical(node)
+        if call is not None and call.op == "unsqueeze":
+            # Dynamo's symbol of an argument that is a dimension is a constant.
+            place = int(value(call.args[1]))
+            place += len(dims) + inner if place < 0 else 0
+            if place < len(dims):
+                return self._table(call.args[0], (*dims[:place], *dims[place + 1 :]), inner)
+        if call is not None and call.op in _UNDONE and isinstance(node, fx.Node):
+            step = self._of.step(node, inner)
+            if step is not None and all(isinstance(one, fx.Node) for one, _ in step.operands):
+                return step.compute(*(self._table(one, dims, of) for one, of in step.operands))
+        return self._numbers(node, dims, inner)
 
-def _from_pairs(rotation: _Rotation) -> _Rotation | None:
-    """The rotation of halves that were made of interleaved pairs, as one of these pairs."""
-    if rotation.form.interleaved or rotation.form.per_pair:
-        return None
-    found = [_in_halves(leaf) for leaf in rotation.leaves]
-    if None in found:
-        return None
-    form = replace(rotation.form, interleaved=True, deinterleave=True)
-    nodes = rotation.nodes.union(*(one[1] for one in found if one))
-    return replace(rotation, form=form, leaves=tuple(one[0] for one in found if one), nodes=nodes)
+    def _numbers(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
+        """Numbers for a table, the same for tables that are made in the same way."""
+        for table in self.tables:
+            if (table.dims, table.inner) == (dims, inner) and alike(table.node, node):
+                return table.elements
+        sizes = self._of.sizes(node, inner)
+        assert sizes is not None
+        generator = torch.Generator("cpu").manual_seed(len(self.tables))
+        real, imaginary = torch.rand((2, 1, *sizes), generator=generator, **_WIDE) + 1
+        return torch.complex(real, imaginary) if value(node).is_complex() else real
 
+    def holds_x(self) -> bool:
+        """Whether no value on the way is rounded to a narrower dtype than that of x."""
+        casts = (calls(node, "cast") for node in self.nodes)
+        dtypes = {value(self._of.root).dtype, *(one.args[1] for one in casts if one)}
+        return all(holds(dtype.to_real(), value(self.x).dtype) for dtype in dtypes)
 
-def _in_halves(node: Any) -> tuple[Any, frozenset[fx.Node]] | None:
-    """x, of which `node` has the elements at even positions first, and then those at odd ones."""
-    node, passed = skip(node, OVERLOOKED)
-    call = canonical(node)
-    if call is None:
-        return None
-    if call.op == "cat" and call.args[1] == -1 and len(call.args[0]) == 2:
-        parts = [part_of(piece) for piece in call.args[0]]
-        pairing = pairing_of(*parts)
-        if pairing is None or parts[0] is None or parts[1] is None:
-            return None
-        x = common([part.source for part in parts if part])[0]
-        if x is None or pairing != (True, value(x).shape[-1]) or parts[0].sign + parts[1].sign < 2:
-            return None
-        return x, frozenset((*passed, node)) | parts[0].nodes | parts[1].nodes
-    turned = calls(call.args[0], "transpose") if call.op == "view" else None
-    viewed = calls(turned.args[0], "view") if turned and turned.args[1] == (-2, -1) else None
-    if turned is None or viewed is None:
-        return None
-    x, size = viewed.args[0], value(node).shape[-1]
-    shapes = [tuple(value(one).shape) for one in (x, turned.args[0], node)]
-    if not same(shapes[0], shapes[2]) or not same(shapes[1], (*shapes[0][:-1], size // 2, 2)):
-        return None
-    return x, frozenset((*passed, node, call.args[0], turned.args[0]))
+    def match(self, rotation: Rotation) -> Match:
+        values = {"x": self.x, "rotation": rotation, "given": (*self.given,)}
+        tables = zip(TABLES, rotation[1:], strict=True)
+        values |= {name: equal[0].node for name, equal in tables if equal is not None}
+        return Match(self._of.root, values, self.nodes)
 
-
-def _by_elements(node: Any) -> Iterator[_Rotation]:
-    """x * cos + turned(x) * sin, and the product of complex numbers."""
-    terms, nodes = terms_of(node)
-    if len(terms) == 1:
-        yield from _complex(node)
-    if len(terms) != 2:
-        return
-    for straight, turning in (terms, terms[::-1]):
-        for second in products(*turning):
-            turned = _turned(second.factor)
-            if turned is None:
-                continue
-            sign, interleaved, sources, turned_nodes = turned
-            for first in products(*straight):
-                if common([first.factor, *sources])[0] is None:
+    def rotation(self) -> Rotation | str | None:
+        """The rotation that the matrix is, or how code that mixes the same elements differs from
+        the op; None for other code."""
+        mixed = self.matrix != 0
+        R = int((mixed.sum(0) == 2).sum())
+        pairings = _pairings(len(mixed), R)
+        options = [one for one, elements in pairings.items() if torch.equal(elements, mixed)]
+        if not R and any(one.elements.is_complex() for one in self.tables):
+            # Complex numbers by real ones, of which the op says that it does not take them.
+            options = [Options()]
+        if not options:
+            is_inverse = any(torch.equal(one, mixed.T) for one in pairings.values())
+            return "it reads pairs in halves and writes them interleaved" if is_inverse else None
+        tables, factors = _together(self.tables), self.matrix[:, :R][mixed[:, :R]].abs()
+        is_signed = False
+        scales = (None, *tables) if len(self.given) > 2 else (None,)
+        for scale, cos, sin in itertools.product(scales, tables, (*tables, None)):
+            given = [one[0].elements for one in (cos, sin) if one is not None]
+            if scale is not None:
+                by = scale[0].elements
+                if any(by.shape not in ((1, 1), one.shape) for one in given):
                     continue
-                signs = _sign(first), sign * _sign(second)
-                yield _Rotation(
-                    Form(interleaved, back=signs[1] < 0),
-                    (first.factor, *sources),
-                    first.tables,
-                    second.tables,
-                    nodes | turned_nodes | first.nodes | second.nodes,
-                    value(first.factor).shape[-1],
-                    None if signs[0] > 0 else "its signs are not those of a rotation",
-                )
+                given = [one * by for one in given]
+            for one in options if _have(given, factors) else ():
+                defined = _defined(len(mixed), one, *given)
+                if defined is not None and torch.equal(defined, self.matrix):
+                    return Rotation(one, cos, sin, scale)
+                is_signed |= defined is not None and torch.equal(defined.abs(), self.matrix.abs())
+        if is_signed:
+            return "its signs are not those of a rotation"
+        return self._other_tables(factors)
 
-
-def _complex(node: Any) -> Iterator[_Rotation]:
-    """view_as_real(view_as_complex(pairs of x) * cos), flattened."""
-    node, passed = skip(node, OVERLOOKED)
-    call = canonical(node)
-    if call is None or call.op not in ("flatten", "view"):
-        return
-    numbers = calls(call.args[0], "view_as_real")
-    product = calls(numbers.args[0], "mul") if numbers else None
-    if numbers is None or product is None:
-        return
-    for a, b in (product.args, product.args[::-1]):
-        pairs = calls(a, "view_as_complex")
-        viewed = calls(pairs.args[0], "view") if pairs else None
-        if pairs is None or viewed is None or not is_tensor(b):
-            continue
-        x = viewed.args[0]
-        shape = tuple(value(x).shape)
-        if same(tuple(value(pairs.args[0]).shape), (*shape[:-1], shape[-1] // 2, 2)):
-            nodes = (node, call.args[0], numbers.args[0], a, pairs.args[0], *passed)
-            form = Form(True, True)
-            yield _Rotation(form, (x,), (b,), (_COMPLEX,), frozenset(nodes), shape[-1])
-
-
-def _by_pairs(pieces: Sequence[Any], joins_interleaved: bool) -> Iterator[_Rotation]:
-    """a * cos - b * sin and b * cos + a * sin, joined."""
-    if len(pieces) != 2:
-        return
-    sums = [terms_of(piece) for piece in pieces]
-    if any(len(terms) != 2 for terms, _ in sums):
-        return
-    ways = [[products(*term) for term in terms] for terms, _ in sums]
-    for one, other in itertools.product((0, 1), repeat=2):
-        rows = ways[0][one], ways[0][1 - one], ways[1][other], ways[1][1 - other]
-        for terms in itertools.product(*rows):
-            parts = [part_of(term.factor) for term in terms]
-            if None in parts:
-                continue
-            a, b, b2, a2 = parts
-            pairing = pairing_of(a, b)
-            if pairing is None or pairing_of(a2, b2) is None or not same(a.bounds, a2.bounds):  # type: ignore[union-attr]
-                continue
-            sources = tuple(part.source for part in parts if part)
-            if common(sources)[0] is None:
-                continue
-            interleaved, width = pairing
-            signs = [
-                _sign(term) * part.sign for term, part in zip(terms, parts, strict=True) if part
-            ]
-            nodes = sums[0][1].union(sums[1][1], *(one.nodes for one in (*terms, *parts) if one))
-            yield _Rotation(
-                Form(interleaved, True, signs[1] > 0, 0, interleaved and not joins_interleaved),
-                sources,
-                terms[0].tables,
-                terms[1].tables,
-                nodes,
-                width,
-                _difference(terms, signs, interleaved, joins_interleaved),
-            )
-
-
-def _difference(
-    terms: Sequence[Term], signs: Sequence[int], interleaved: bool, joins_interleaved: bool
-) -> str | None:
-    cos, sin, other_cos, other_sin = (term.tables for term in terms)
-    if signs[0] < 0 or signs[2] < 0 or signs[1] == signs[3]:
-        return "its signs are not those of a rotation"
-    if not _same_factors(cos, other_cos) or not _same_factors(sin, other_sin):
-        return "the two elements of a pair are multiplied by different tables"
-    if joins_interleaved and not interleaved:
-        return "it reads pairs in halves and writes them interleaved"
-    return None
-
-
-def _same_factors(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(
-        alike(unsigned(x)[0], unsigned(y)[0]) for x, y in zip(a, b, strict=True)
-    )
-
-
-def _sign(term: Term) -> int:
-    """The sign of a product with the signs of its tables."""
-    sign = term.sign
-    for table in term.tables:
-        sign *= unsigned(table)[1]
-    return sign
-
-
-def _turned(node: Any) -> tuple[int, bool, tuple[Any, ...], frozenset[fx.Node]] | None:
-    """(-b, a) of x: the sign, whether pairs are interleaved, where x is read, and the nodes."""
-    sign, nodes = 1, frozenset[fx.Node]()
-    while (call := calls(skip(node, OVERLOOKED)[0], "neg")) is not None:
-        below, passed = skip(node, OVERLOOKED)
-        sign, nodes, node = -sign, nodes.union((*passed, below)), call.args[0]
-    joined = joined_of(node)
-    if joined is None or len(joined[0]) != 2:
-        return None
-    b, a = (part_of(piece) for piece in joined[0])
-    pairing = pairing_of(a, b)
-    if a is None or b is None or pairing is None or a.sign == b.sign or pairing[0] != joined[1]:
-        return None
-    if not same(pairing[1], value(a.source).shape[-1]):
-        return None
-    return sign * a.sign, joined[1], (a.source, b.source), nodes | joined[2] | a.nodes | b.nodes
-
-
-def _match(root: fx.Node, rotation: _Rotation) -> Match | None:
-    def keeps(x: fx.Node, passed: frozenset[fx.Node]) -> bool:
-        dtypes = {value(root).dtype.to_real()}
-        for node in rotation.nodes | passed:
-            if (call := calls(node, "cast")) is not None:
-                dtypes.add(call.args[1].to_real())
-        return all(holds(dtype, value(x).dtype) for dtype in dtypes)
-
-    x, nodes = common(rotation.leaves, keeps)
-    nodes |= rotation.nodes
-    tables = _tables(rotation)
-    if x is None or tables is None:
-        x = common(rotation.leaves)[0]
-        reason = rotation.difference or (
-            "a value on the way is rounded to a narrower dtype than that of the rotated tensor"
-            if tables is not None
-            else "its tables are products, and not of one factor for both"
-        )
-        return None if x is None else Match(root, {"x": x}, frozenset(nodes), reason)
-    form, cos, sin, scale = tables
-    values = {"x": x, "cos": cos, "sin": sin, "scale": scale, "form": form}
-    values["given"] = (*rotation.cos, *rotation.sin)
-    values = {name: one for name, one in values.items() if one is not None}
-    return Match(root, values, nodes, rotation.difference or _width(rotation, form, cos, sin))
-
-
-def _width(rotation: _Rotation, form: Form, cos: Any, sin: Any) -> str | None:
-    """Reason that the tables are not of the rotated elements, or None. A table of one column would
-    be broadcast."""
-    for table in (cos, sin):
-        columns = rotation.width // 2 if form.per_pair else rotation.width
-        found = columns if table is None else value(table).shape[-1]
-        if not same(found, columns) and not same_number(found, columns):
-            return f"a table has {found} columns, not {columns}"
-    return None
-
-
-def _tables(rotation: _Rotation) -> tuple[Form, Any, Any, Any] | None:
-    """The form, and the tables of cos and sin without their signs, and a factor of both."""
-    form = rotation.form
-    if rotation.sin == (_COMPLEX,):
-        return form, rotation.cos[0], None, None
-    cos, sin = ([unsigned(one)[0] for one in tables] for tables in (rotation.cos, rotation.sin))
-    scale = None
-    if len(cos) == len(sin) == 2:
-        pairs = [(i, j) for i in (0, 1) for j in (0, 1) if alike(cos[i], sin[j])]
-        if len(pairs) != 1:
+    def _other_tables(self, factors: Tensor) -> str | None:
+        numbers = [one.elements for one in self.tables]
+        if _have(numbers, factors):
+            for columns, wanted in self.given.values():
+                if columns != wanted:
+                    return f"a table has {columns} columns, not {wanted}"
+            return "the two elements of a pair are multiplied by different tables"
+        products = [a * b for a, b in itertools.combinations(numbers, 2) if a.shape == b.shape]
+        if not _have([*numbers, *products], factors):
             return None
-        (i, j) = pairs[0]
-        scale, cos, sin = cos[i], [cos[1 - i]], [sin[1 - j]]
-    if len(cos) != 1 or len(sin) != 1 or not all(is_tensor(one) for one in (*cos, *sin)):
+        return "its tables are products, and not of one factor for both"
+
+
+def _together(tables: Sequence[Table]) -> list[list[Table]]:
+    """The tables of a number an element, and those of a matrix a pair; equal ones together."""
+    found: dict[Any, list[Table]] = {}
+    for table in tables:
+        if table.inner in (1, 3):
+            key = table.inner, table.elements.dtype, *table.elements.flatten().tolist()
+            found.setdefault(key, []).append(table)
+    return list(found.values())
+
+
+def _have(tables: Sequence[Tensor], factors: Tensor) -> bool:
+    numbers = [torch.view_as_real(one) if one.is_complex() else one for one in tables]
+    return bool(torch.isin(factors, torch.cat([one.abs().flatten() for one in numbers])).all())
+
+
+@functools.lru_cache
+def _pairings(width: int, R: int) -> dict[Options, Tensor]:
+    """Which elements the definition mixes, for each of its options that takes R of them."""
+    ones = {one: torch.ones((1, R // (1 + one.per_pair)), **_WIDE) for one in _OPTIONS}
+    found = {one: _defined(width, one, table, table) for one, table in ones.items()}
+    return {one: defined != 0 for one, defined in found.items() if defined is not None}
+
+
+def _defined(width: int, options: Options, cos: Tensor, sin: Tensor | None = None) -> Tensor | None:
+    """The matrix of the op's definition, or None if it does not take these tables."""
+    x = torch.eye(width, **_WIDE)[:, None, None]
+    interleaved, per_pair, deinterleave, back = options
+    sin = -sin if back and sin is not None else sin
+    try:
+        y, _ = OPS["rope"].check_and_define(
+            x, x[:, :0], cos, sin, interleaved, per_pair, None, deinterleave
+        )
+    except (TypeError, ValueError):
         return None
-    pairs_of = [_number_per_pair(one) for one in (*cos, *sin)]
-    if form.interleaved and not form.per_pair and None not in pairs_of and scale is None:
-        return replace(form, per_pair=True), *pairs_of, None
-    return form, cos[0], sin[0], scale
-
-
-def _number_per_pair(table: Any) -> Any:
-    """The table of which each number is repeated for the two elements of an interleaved pair."""
-    repeated = calls(skip(table, {IDENTITY})[0], "repeat_interleave")
-    return repeated.args[0] if repeated and same(repeated.args[1:], (2, -1)) else None
+    return y[:, 0, 0]

@@ -57,7 +57,18 @@ def by_slices(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
 
 
-WAYS = {"pairs": deepseek, "views": of_both(by_views), "slices": of_both(by_slices)}
+def by_stack(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-2).flatten(-2)
+
+
+WAYS = {
+    "pairs": deepseek,
+    "views": of_both(by_views),
+    "slices": of_both(by_slices),
+    "stack": of_both(by_stack),
+}
 
 
 @each_dtype
@@ -66,7 +77,7 @@ def test_pairs_that_are_written_in_halves(function, dtype):
     found = check(function, *heads(dtype), *tables(B, S, D, dtype=dtype), counts={"rope": 1})
     (call,) = found.calls("rope")
     assert (call["interleaved"], call["deinterleave"]) == (True, True)
-    assert call["per_pair"] is (function is deepseek)
+    assert call["per_pair"] is (function in (deepseek, WAYS["stack"]))
 
 
 def test_pairs_that_are_written_in_halves_at_any_length():

@@ -49,6 +49,13 @@ def last_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + rotate_half(x) * sin
 
 
+def by_fours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Two pairs of neighbours at a time."""
+    x1, x2, x3, x4 = x.reshape(*x.shape[:-1], -1, 4).unbind(dim=-1)
+    turned = torch.stack((-x2, x1, -x4, x3), dim=-1).flatten(start_dim=-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
 # The rotation, how many columns its tables have, and the op's arguments.
 SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
     "cohere-partly": (cohere_partly, D // 2, True, False),
@@ -57,6 +64,7 @@ SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
     "stacked": (stacked, D // 2, True, True),
     "by-matrices": (by_matrices, D // 2, True, True),
     "last-positions": (last_positions, D, False, False),
+    "neighbours-by-fours": (by_fours, D, True, False),
 }
 
 
@@ -85,6 +93,20 @@ def test_rope_of_any_length():
         counts={"rope": 1},
         dynamic=True,
     )
+
+
+def test_rope_by_any_matrices():
+    """The op's, too, need not be those of angles."""
+
+    def other_matrices(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        matrices = torch.stack((cos, -sin, cos, sin), dim=-1)[..., : D // 2, :]
+        pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
+        return (pairs * matrices.view(*cos.shape[:-1], -1, 2, 2).unsqueeze(1)).sum(5).flatten(3)
+
+    for call in check(
+        applied(other_matrices), *heads(), *tables(B, S, D), counts={"rope": 2}
+    ).calls("rope"):
+        assert call["sin"] is None
 
 
 def test_rope_by_matrices_of_heads_before_the_last_dimension():
@@ -317,21 +339,9 @@ def test_other_combined_tables_are_one_table(combine):
 # Near misses
 
 
-def other_matrices(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    matrices = torch.stack((cos, -sin, cos, sin), dim=-1)[..., : D // 2, :]
-    pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
-    return (pairs * matrices.view(*cos.shape[:-1], -1, 2, 2).unsqueeze(1)).sum(5).flatten(3)
-
-
 def halves_by_view(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.reshape(*x.shape[:-1], 2, -1).unbind(dim=-2)
     turned = torch.stack((-x2, x1), dim=-1).flatten(start_dim=-2)
-    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-
-
-def triples_by_view(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2, x3, x4 = x.reshape(*x.shape[:-1], -1, 4).unbind(dim=-1)
-    turned = torch.stack((-x2, x1, -x4, x3), dim=-1).flatten(start_dim=-2)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
@@ -340,12 +350,6 @@ def regrouped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.reshape(B, -1, S * D // 2, 2).unbind(dim=-1)
     turned = torch.stack((-x2, x1), dim=-1).flatten(start_dim=-2).view(x.shape)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-
-
-def stacked_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
-    x1, x2 = x[..., ::2], x[..., 1::2]
-    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-2).flatten(-2)
 
 
 def truncated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -419,9 +423,16 @@ def test_what_is_left_has_a_reason(rotation):
     assert len(reasons) == 2 and all(LEFT[rotation] in reason for reason in reasons)
 
 
+def by_positions_and_by_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As many heads as positions, and half of each pair by the tables of the heads."""
+    x, cos, sin = x[:, :3, :3], cos[:, :3, : D // 2], sin[:, :3, : D // 2]
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    first = a * cos.unsqueeze(1) - b * sin.unsqueeze(1)
+    return torch.cat((first, b * cos.unsqueeze(2) + a * sin.unsqueeze(2)), dim=-1)
+
+
 NO_ROPE = [
-    other_matrices, halves_by_view, triples_by_view, regrouped, stacked_first, truncated,
-    rounded_to_8_bits,
+    by_positions_and_by_heads, halves_by_view, regrouped, truncated, rounded_to_8_bits,
 ]  # fmt: skip
 
 
