@@ -11,7 +11,6 @@ from torch import fx
 
 from ..torch_private import HigherOrderOperator
 from .attention import (
-    attention_to_flex,
     causal_attention,
     grouped_attention,
     masked_attention,
@@ -55,7 +54,7 @@ REWRITES: dict[str, Rewrite] = {
     # After causal_attention, which is faster where the mask is causal.
     "masked_attention": masked_attention.rewrite,
     # After attention, which makes calls of a faster operator where these are the same.
-    "eager_attention": attention_to_flex.rewrite,
+    "eager_attention": masked_attention.rewrite_unfused,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which would match the norm of the streams.

@@ -9,10 +9,10 @@ from torch import fx
 
 from ..torch_private import CompileInductorWrapper, CompileWrapper
 from . import rewrite
-from .attention.runtime.mask_inputs import given_masks, mask_variants, put_back
+from .attention.runtime.mask_inputs import MASKS, put_back
 from .attention.runtime.mask_outputs import with_data
-from .attention.runtime.padding import assume_ones, found_padding, padding_variants
-from .attention.runtime.variants import is_split
+from .attention.runtime.padding import PADDING, assume_ones
+from .attention.runtime.variants import Variants, is_split
 from .default_rewrites import check_known, checked_flag, chosen
 from .losses.unfused_loss import warn
 
@@ -91,7 +91,7 @@ def liger(
         nonlocal names
         looks = "causal_attention" in names and padding is not True
         looks = looks and (padding is False or not is_split(example_inputs))
-        places = found_padding(module, strict) if looks else []
+        places = PADDING.found(module, strict) if looks else []
         if places is None:
             names = ()
         if not places:
@@ -99,14 +99,14 @@ def liger(
         if padding is False:
             assume_ones(module, places, check=True)
             return compiled(module, example_inputs)
-        return padding_variants(module, example_inputs, places, compiled)
+        return Variants(module, example_inputs, PADDING, places, compiled)
 
     if MASKED.isdisjoint(names):
         return compiled(module, example_inputs)
     wrap = with_data(module, strict)
-    places = given_masks(module, example_inputs, strict)
+    places = None if is_split(example_inputs) else MASKS.found(module, strict)
     given = (module, example_inputs)
-    run = mask_variants(*given, places, looking) if places else looking(*given)
+    run = Variants(*given, MASKS, places, looking) if places else looking(*given)
     return run if wrap is None else wrap(run)
 
 

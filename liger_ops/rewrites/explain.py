@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from . import rewrite
-from .attention.runtime.mask_inputs import put_known
+from .attention.runtime.mask_inputs import MASKS
 from .attention.runtime.mask_outputs import with_data
-from .attention.runtime.padding import assume_what_is_seen
+from .attention.runtime.padding import PADDING
 from .attention.runtime.variants import duplicate
 from .differences import Verification
 from .engine.report import Finding, Findings
@@ -126,8 +126,8 @@ def explain(
         graphs += 1
         untouched, rewritten = duplicate(module), duplicate(module)
         wrap = with_data(untouched)
-        data = put_known(rewritten, example_inputs)
-        assume_what_is_seen(rewritten, [*example_inputs, *data])
+        data = MASKS.assume(rewritten, example_inputs)
+        PADDING.assume(rewritten, [*example_inputs, *data])
         findings.extend(rewrite(rewritten).findings)
         whole, less = saved_bytes(untouched), saved_bytes(rewritten)
         if saved is not None and whole is not None and less is not None:

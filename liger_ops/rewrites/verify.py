@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..torch_private import aot_eager
 from . import rewrite
-from .attention.runtime.padding import assume_what_is_seen
+from .attention.runtime.padding import PADDING
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
 from .engine.float64_graph import InWider, default_dtype, widened
@@ -118,7 +118,7 @@ class _Compiled:
     def rewritten(self, module: fx.GraphModule, inputs: list[Any]) -> Run:
         found = [self.narrowest, *_dtypes(module)]
         self.narrowest = min(found, key=lambda dtype: torch.finfo(dtype).bits)
-        assume_what_is_seen(module, inputs)
+        PADDING.assume(module, inputs)
         rewrite(module)
         return aot_eager(module, inputs)
 

@@ -47,31 +47,25 @@ ELEMENTS = 2**26
 
 
 def block_mask(
-    visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device
-) -> Blocks:
+    visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device,
+    *, gives_means: bool = False,
+) -> Blocks:  # fmt: skip
     """The block mask of a mask function, for all heads. Sizes may be symbols while tracing.
 
-    A mask function that does not read the batch index gives one for all rows of the batch.
+    A mask function that does not read the batch index gives one for all rows of the batch. With
+    `gives_means` it is for attention that gives a query that sees no key the mean of all values.
     """
-    sizes = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}
+    sizes, unseen, shown = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}, None, visible
+    if gives_means:
+        found = unseen_queries(called, visible, sizes, device, _rows(batch * keys))
+        unseen = found[:, 0].expand(batch, queries)
+
+        def shown(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return visible(b, h, q, k) | unseen[b, q]
+
     rows = _rows(batch * (keys + BLOCK) * BLOCK)
-    lists: Any = block_lists(called, visible, sizes, device, rows)
-    return Blocks(seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, **lists)
-
-
-def showing_unseen(
-    visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device
-) -> Blocks:
-    """The block mask of a mask function, for attention that gives a query that sees no key the mean
-    of all values."""
-    sizes = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}
-    found = unseen_queries(called, visible, sizes, device, _rows(batch * keys))
-    unseen = found[:, 0].expand(batch, queries)
-
-    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(b, h, q, k) | unseen[b, q]
-
-    made = block_mask(seen, batch, queries, keys, device)
+    lists: Any = block_lists(called, shown, sizes, device, rows)
+    made = Blocks(seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=shown, **lists)
     made.unseen = unseen
     return made
 

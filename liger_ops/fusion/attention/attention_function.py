@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ...rewrites.attention import flash_attention
-from ...rewrites.attention.flex_attention import capped, kernel_options
+from ...rewrites.attention.flex_attention import kernel_options, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...rewrites.attention.mask.blocks import called
-from ...rewrites.attention.mask.unseen import rounded
 from ...torch_private import native_attention
 from .attention_blocks import Blocks, dense
 
@@ -108,16 +107,12 @@ def _flex(
     if sinks is None:
         return flex(query, key, value, **options)
     y, aux = flex(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    # A sink adds exp(sink) to the sum of the softmax, and nothing to the numerator.
-    share = torch.sigmoid(aux.lse - sinks.view(1, -1, 1).float())
-    return (y * share.unsqueeze(-1)).to(query.dtype)
+    return with_sinks(called, y, aux.lse, sinks, query.dtype)
 
 
 def _scores(softcap: float | None, unseen: Tensor | None) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if softcap is not None:
-            score = capped(score, softcap)
-        return score if unseen is None else rounded(score, unseen[b, q])
+        return score_of(score, softcap, None if unseen is None else unseen[b, q])
 
     return score_mod
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...rewrites.attention import flex_attention
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...torch_private import has_triton
-from .attention_blocks import Blocks, MaskFunction, block_mask, showing_unseen
+from .attention_blocks import Blocks, MaskFunction, block_mask
 
 # Makes block masks on any device and in any dtype, for tests.
 EVERYWHERE = False
@@ -52,13 +52,10 @@ def mask_function(
                 made = _blocks(given, _sliding(size))
                 made.window = size
                 return made
-        visible = _padded(given["mask_function"], padding)
-        if not gives_means:
-            return _blocks(given, visible)
-        if given.get("dtype") == torch.float16:
+        if gives_means and given.get("dtype") == torch.float16:
             # Scores added to the lowest float16 are not all the same number.
             return original(*args, **given)
-        return showing_unseen(visible, *_sizes(given))
+        return _blocks(given, _padded(given["mask_function"], padding), gives_means)
 
     return mask
 
@@ -101,12 +98,9 @@ def _runs_on_gpus() -> bool:
     return has_triton() and flex_attention.obstacle() is None
 
 
-def _blocks(given: dict[str, Any], visible: MaskFunction) -> Blocks:
-    return block_mask(visible, *_sizes(given))
-
-
-def _sizes(given: dict[str, Any]) -> tuple[int, int, int, torch.device]:
-    return given["batch_size"], given["q_length"], given["kv_length"], given["device"]
+def _blocks(given: dict[str, Any], visible: MaskFunction, gives_means: bool = False) -> Blocks:
+    sizes = given["batch_size"], given["q_length"], given["kv_length"]
+    return block_mask(visible, *sizes, given["device"], gives_means=gives_means)
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ of scaled_dot_product_attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,11 +13,12 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
-from ..engine.rewrite import Refused, check_results, foreign, reported
-from .mask.algebra import Unknown
+from ..engine.rewrite import check_results, foreign, reported
+from .attention_products import Operand
+from .mask.algebra import known
 from .mask.scopes import Scope, parts, scopes
+from .masks import Mask, States
 
-States = Mapping[fx.Graph, GraphState]
 # The node of a result, and what is known of the place.
 Place = tuple[fx.Node, Any]
 
@@ -43,14 +44,6 @@ def replace_places(
                 with state.modes_of(node):
                     new = replaced(found, scope, states)
                 report.used(op, new)
-
-
-def known_of(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What is known of a mask. Raises Refused if it cannot be analysed."""
-    try:
-        return function(*arguments)
-    except Unknown as unknown:
-        raise Refused(f"its mask cannot be analysed: {unknown}") from None
 
 
 def attentions(
@@ -83,7 +76,7 @@ def scores(arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str | None:
-    """Reason to leave a call unchanged, whatever its mask and heads are, or None."""
+    """Reason to leave a call unchanged, whatever its heads are and its mask hides, or None."""
     tensors = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]
     if reason := foreign(tensors):
         return reason
@@ -91,7 +84,25 @@ def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str
         return "it runs inside of a torch.func transform, such as vmap"
     if value(arguments["dropout_p"]) != 0:
         return "it has dropout, and another kernel would drop other weights"
+    return None if arguments["attn_mask"] is None else _misfit(arguments)
+
+
+def _misfit(arguments: dict[str, Any]) -> str | None:
+    """Why the mask may not be a mask of these scores, or None."""
+    mask, shape = arguments["attn_mask"], scores(arguments)
+    if not isinstance(value(mask), Tensor) or not isinstance(mask, fx.Node):
+        return "its mask is not a tensor of the graph"
+    mask_shape = value(mask).shape
+    if len(mask_shape) > len(shape) or not all(
+        known(size == 1) or known(size == shape[axis])
+        for axis, size in enumerate(mask_shape, start=-len(mask_shape))
+    ):
+        return f"its mask of {tuple(mask_shape)} may not fit its scores of {shape}"
     return None
+
+
+def mask_of(arguments: dict[str, Any]) -> Mask:
+    return Mask(Operand(arguments["attn_mask"]))
 
 
 def set_arguments(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> None:

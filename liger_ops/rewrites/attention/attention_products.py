@@ -47,30 +47,39 @@ class Weighted(NamedTuple):
 
 
 def product_of_scores(node: Any) -> Scores | None:
-    call = canonical(node)
-    if call is None:
+    product = _product(node)
+    if product is None:
         return None
-    if call.op == "matmul" and _are_products(*call.args):
-        return _of_matmul(node, *call.args)
-    if call.op == "baddbmm":
-        bias, query, key, beta, alpha = call.args
-        if _are_products(query, key) and is_tensor(bias) and beta in (0, 1):
-            scores = _of_matmul(node, query, key)
-            return scores._replace(scale=alpha, bias=bias if beta == 1 else None)
-    return _of_einsum(node, call) if call.op == "einsum" else None
+    call, operands, (*terms, result) = product
+    *batch, i, j = result
+    by_role = sorted(zip(terms, operands, strict=True), key=lambda operand: j in operand[0])
+    (query, queries), (key, keys) = by_role
+    d = next(iter(set(query) - set(result)), "")
+    if set(query) != {*batch, i, d} or set(key) != {*batch, j, d}:
+        return None
+    nodes: tuple[fx.Node, ...] = (node,)
+    turned = calls(keys, "transpose")
+    if turned is not None and turned.args[1] == (-2, -1):
+        nodes, keys, key = (node, keys), turned.args[0], (*key[:-2], key[-1], key[-2])
+    scores = Scores(
+        Operand(queries, _permuted(query, (*batch, i, d))),
+        Operand(keys, _permuted(key, (*batch, j, d))),
+        nodes,
+    )
+    if call.op != "baddbmm":
+        return scores
+    bias, _, _, beta, alpha = call.args
+    if not is_tensor(bias) or beta not in (0, 1):
+        return None
+    return scores._replace(scale=alpha, bias=bias if beta == 1 else None)
 
 
 def product_of_weights(node: Any) -> Weighted | None:
-    call = canonical(node)
-    if call is None:
+    product = _product(node)
+    if product is None or product[0].op == "baddbmm":
         return None
-    if call.op == "matmul" and _are_products(*call.args):
-        return Weighted(call.args[0], Operand(call.args[1]))
-    terms = _terms(call)
-    if terms is None:
-        return None
-    (weights, values), (first, second), result = call.args[1], terms[:2], terms[2]
-    *batch, i, j = list(first)
+    _, (weights, values), (first, second, result) = product
+    *batch, i, j = first
     d = next(iter(set(second) - set(first)), "")
     if set(second) != {*batch, j, d} or set(result) != {*batch, i, d}:
         return None
@@ -78,60 +87,35 @@ def product_of_weights(node: Any) -> Weighted | None:
     return Weighted(weights, Operand(values, value_views), _permuted((*batch, i, d), result))
 
 
-def _are_products(*operands: Any) -> bool:
-    return all(isinstance(one, fx.Node) and is_tensor(one) for one in operands) and (
-        value(operands[0]).dim() == value(operands[1]).dim() in (3, 4)
-    )
-
-
-def _of_matmul(node: fx.Node, query: fx.Node, key: fx.Node) -> Scores:
-    turned = calls(key, "transpose")
-    if turned is not None and turned.args[1] == (-2, -1):
-        return Scores(Operand(query), Operand(turned.args[0]), (node, key))
-    return Scores(Operand(query), Operand(key, ((torch.transpose, -2, -1),)), (node,))
-
-
-def _of_einsum(node: fx.Node, call: Call) -> Scores | None:
-    terms = _terms(call)
-    if terms is None:
+def _product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[str]]] | None:
+    """A product of two tensors of 3 or 4 dimensions: the operands, and the subscripts that einsum
+    has for them and for the result, different letters each."""
+    call = canonical(node)
+    if call is None or call.op not in ("matmul", "baddbmm", "einsum"):
         return None
-    *batch, i, j = list(terms[2])
-    operands = dict(zip(terms[:2], call.args[1], strict=True))
-    if len(operands) != 2:
+    equation, operands = "...id,...dj->...ij", call.args[:2]
+    if call.op == "baddbmm":
+        operands = call.args[1:3]
+    elif call.op == "einsum":
+        equation, operands = call.args
+    if len(operands) != 2 or not isinstance(equation, str) or not all(map(is_tensor, operands)):
         return None
-    query = next((term for term in terms[:2] if i in term and j not in term), None)
-    key = next((term for term in terms[:2] if j in term and i not in term), None)
-    if query is None or key is None:
-        return None
-    d = next(iter(set(query) - set(terms[2])), "")
-    if set(query) != {*batch, i, d} or set(key) != {*batch, j, d}:
-        return None
-    return Scores(
-        Operand(operands[query], _permuted(query, (*batch, i, d))),
-        Operand(operands[key], _permuted(key, (*batch, j, d))),
-        (node,),
-    )
-
-
-def _terms(call: Call) -> tuple[str, str, str] | None:
-    """The subscripts of two operands and the result, of 3 or 4 different letters each."""
-    if call.op != "einsum" or len(call.args[1]) != 2 or not isinstance(call.args[0], str):
-        return None
-    left, arrow, result = call.args[0].replace(" ", "").partition("->")
+    dim = value(operands[0]).dim()
+    left, arrow, result = equation.replace(" ", "").partition("->")
     first, _, second = left.partition(",")
-    terms = (first, second, result)
-    if not arrow or not _are_products(*call.args[1]):
+    first, second, result = (
+        term.replace("...", "?!"[: dim - 2]) for term in (first, second, result)
+    )
+    if not arrow or not dim == value(operands[1]).dim() in (3, 4):
         return None
-    if any("..." in term for term in terms):
-        dims = value(call.args[1][0]).dim() - 2
-        terms = tuple(term.replace("...", "?!"[:dims]) for term in terms)  # type: ignore[assignment]
-    dim = value(call.args[1][0]).dim()
-    return terms if all(len(set(t)) == len(t) == dim for t in terms) else None
+    if any(len(set(term)) != dim or len(term) != dim for term in (first, second, result)):
+        return None
+    return call, operands, [first, second, result]
 
 
 def _permuted(term: Sequence[str], to: Sequence[str]) -> tuple[View, ...]:
     dims = tuple(list(term).index(letter) for letter in to)
-    moved = [place for place, dim in enumerate(dims) if place != dim]
+    moved = [place - len(dims) for place, dim in enumerate(dims) if place != dim]
     if not moved:
         return ()
     # A transposition is what rewrites that follow recognise.

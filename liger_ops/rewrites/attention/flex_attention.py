@@ -1,7 +1,8 @@
-"""Calls of the operator flex_attention in a graph."""
+"""Calls of the operator flex_attention in a graph, and what they share with those of `fuse`."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..engine.canonical import value
 from ..engine.emitter import Emitter
 from ..engine.replay import fake_mode_of
 from .block_masks import BlockMaskNodes
-from .mask.blocks import BLOCK
+from .mask.blocks import BLOCK, Call
 from .mask.unseen import read_at, rounded
 
 
@@ -72,16 +73,29 @@ def capped(score: Any, softcap: float) -> Any:
     return torch.sigmoid(score * 2) * (2 * softcap) - softcap
 
 
+def score_of(score: Any, softcap: float | None, is_unseen: Any) -> Any:
+    """The score, or softcap * tanh(score); rounded to 0 where `is_unseen`, if given, is true."""
+    if softcap is not None:
+        score = capped(score, softcap)
+    return score if is_unseen is None else rounded(score, is_unseen)
+
+
+def with_sinks(call: Call, y: Any, lse: Any, sinks: Any, dtype: torch.dtype) -> Any:
+    """The output times sigmoid(lse - sink), in the dtype of lse, rounded once to `dtype`.
+
+    A sink adds exp(sink) to the sum of the softmax, and nothing to the numerator.
+    """
+    share = call(torch.sigmoid, call(operator.sub, lse, call(torch.Tensor.view, sinks, (-1, 1))))
+    return call(torch.Tensor.to, call(operator.mul, y, call(torch.unsqueeze, share, -1)), dtype)
+
+
 def _scores(softcap: float | None, unseen: fx.Node | None = None) -> fx.GraphModule:
     """score at (b, h, i, j), or softcap * tanh(score); for a query in `unseen` rounded to 0."""
     graph = fx.Graph()
     names = ("score", "b", "h", "i", "j", *(() if unseen is None else ("unseen",)))
     score, b, h, i, _, *read = (fx.Proxy(graph.placeholder(name)) for name in names)
-    if softcap is not None:
-        score = capped(score, softcap)
-    if unseen is not None:
-        score = rounded(score, read_at(read[0], (b, h, i), value(unseen)))
-    graph.output(score.node)
+    is_unseen = None if unseen is None else read_at(read[0], (b, h, i), value(unseen))
+    graph.output(score_of(score, softcap, is_unseen).node)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

@@ -1,14 +1,27 @@
-"""Attention whose mask is a predicate of indices and data runs in flex_attention.
+"""Attention with a mask, a soft cap or sinks runs in flex_attention.
 
 A dense mask costs its memory and a slower kernel: scaled_dot_product_attention with a mask computes
 every block of scores. flex_attention computes only the blocks in which something is visible. The
-mask's function is read from the graph (`mask`): causal, sliding windows, chunks, padding, packed
+mask's function is read from the graph (`masks`): causal, sliding windows, chunks, padding, packed
 documents, and any condition on indices and on tensors that are read per token. The block mask is
 computed in the graph, once for all layers that share a mask, and without a dense mask in memory.
 
-A query that sees no key gets 0 from scaled_dot_product_attention with a boolean mask and from
-flex_attention, and no gradient. With a mask of finite numbers that is added to the scores such a
-query gets the mean of all values; attention is left unless every query is proved to see a key.
+The rewrite "masked_attention" replaces calls of scaled_dot_product_attention. Attention that is
+written out holds all scores in memory, several times over. What remains of it after the rewrite
+"attention" has one of these, and is replaced by the rewrite "eager_attention":
+
+- A soft cap replaces the scores s by cap * tanh(s / cap), as in Gemma 2.
+- A sink is a learned number for each head, the score of one more key, whose value is 0. It is
+  dropped after the softmax, as in GPT-OSS. With lse the logarithm of the sum of the exponentials of
+  a row's scores, the weights are those without a sink times exp(lse) / (exp(lse) + exp(sink)), so
+  that the output is multiplied by sigmoid(lse - sink). All gradients follow.
+- A query may see no key, as in a batch with padding.
+
+A query that sees no key gets 0 from flex_attention, and no gradient. So it does from calls with a
+boolean mask, and from code with sinks, where the sink takes all weight. From a mask that adds a
+finite number, as those of transformers do, it gets the mean of all values. Where it is written out,
+it does so here too (`mask.unseen`); a call is left unless every query is proved to see a key, and
+so is code with a mask of minus infinity, which gives NaN.
 """
 
 from __future__ import annotations
@@ -16,31 +29,32 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..engine.canonical import same, value
+from ..engine.canonical import canonical, same, value
 from ..engine.emitter import Emitter
-from ..engine.graph_state import erase_unused
+from ..engine.graph_state import GraphState, erase_unused
 from ..engine.report import Report
-from ..engine.rewrite import Refused, check_results, viewed
+from ..engine.rewrite import Refused, replace, viewed
 from . import flash_attention, flex_attention
-from .attention import States, known_of, masked_calls, obstacle, replace_places, scores
+from .attention import Place, mask_of, masked_calls, obstacle, replace_places
 from .attention_products import Operand
-from .block_masks import BlockMasks
-from .causal_attention import misfit, write
+from .block_masks import BlockMaskNodes, BlockMasks, emitted
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
-from .mask.algebra import Condition, both, data_of, is_condition, known
+from .mask.algebra import Condition, data_of, is_condition, leaves, number
 from .mask.blocks import dense_datum
-from .mask.proof import sees_itself, window
+from .mask.proof import sees_a_key, window
 from .mask.scopes import Scope
-from .sdpa import LOWEST_FILL, condition_of
-from .unfused_attention import Mask
+from .masks import Mask, States, visible_past
+from .sdpa import LOWEST_FILL, as_root, operands
+from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "masked_attention"
+UNFUSED = "eager_attention"
 # Devices on which flex_attention has a fast kernel, forward and backward.
 DEVICES = ("cuda",)
 LEAST_HEAD_DIM = 16
@@ -49,95 +63,168 @@ LEAST_HEAD_DIM = 16
 # 4 x 4096 tokens 3.69 and 6.72, 16 x 512 1.27 and 0.82, 32 x 256 0.78 and 0.72.
 LEAST_KEYS = 1024
 
+# Queries, keys and values, each a node.
+Operands = Sequence[fx.Node]
+
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    lowered = functools.partial(_lowered, report, BlockMasks())
+    made = BlockMasks()
+
+    def lowered(found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States) -> fx.Node:
+        node, arguments = found
+        if reason := obstacle(node, arguments, states[scope.graph]):
+            raise Refused(reason)
+        attention = _of_call(node, arguments)
+        given = [attention.query.source, attention.key.source, attention.value.source]
+        new = _lowered(made, attention, given, scope, states)
+        report.superseded(node)
+        return new
+
     places = functools.partial(masked_calls, OP, report, DEVICES)
     replace_places(graph, report, OP, places, lowered, data=True)
 
 
+def rewrite_unfused(graph: fx.Graph, report: Report) -> None:
+    made = BlockMasks()
+
+    def places(scope: Scope, state: GraphState) -> Iterator[Place]:
+        # The rewrite "attention" reports what only comes near.
+        for node, found in unfused_attentions(UNFUSED, report, scope, state, reports=False):
+            if value(node).device.type in DEVICES:
+                report.superseded(node)
+                yield node, found
+
+    def lowered(found: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
+        return _lowered(made, found, operands(found, states[scope.graph]), scope, states)
+
+    replace_places(graph, report, UNFUSED, places, lowered, data=True)
+
+
+def _of_call(node: fx.Node, arguments: dict[str, Any]) -> UnfusedAttention:
+    """What a call of scaled_dot_product_attention computes."""
+    scale = arguments.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(value(arguments["query"]).shape[-1])
+    if not isinstance(scale, (int, float)):
+        raise Refused("its scale is not a constant")
+    query, key, values = (Operand(arguments[name]) for name in ("query", "key", "value"))
+    mask = mask_of(arguments)
+    return UnfusedAttention(
+        node, query, key, values, float(scale), None, (mask,), None, (), frozenset({node})
+    )
+
+
 def _lowered(
-    report: Report, made: BlockMasks,
-    found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States,
+    made: BlockMasks, found: UnfusedAttention, given: Operands,
+    scope: Scope, states: States,
 ) -> fx.Node:  # fmt: skip
-    node, arguments = found
-    mask, state = arguments["attn_mask"], states[scope.graph]
-    reason = obstacle(node, arguments, state) or unsupported(node, arguments) or misfit(arguments)
-    if reason is not None:
+    """Replace one place; returns the call of the engine."""
+    root, state = found.root, states[scope.graph]
+    if reason := unsupported(root, given):
         raise Refused(reason)
-    masks = [Mask(Operand(mask))]
-    condition = visible_past(masks, scope, states, scores(arguments))
-    if isinstance(condition, bool):
-        raise Refused("its mask is the same everywhere")
-    is_added = not is_condition(scope.functions.value(mask))
-    if is_added and not sees_itself(condition, scores(arguments)):
-        raise Refused("its mask adds numbers, and a query that sees no key would get another value")
-    emit = Emitter(node, value(node))
-    operands = grouped(emit, node, arguments)
-    scale = _scale(arguments)
-    size = None if data_of(condition) else window(condition, scores(arguments))
-    if size is not None and flash_attention.is_faster(*map(value, operands)):
-        tokens = [emit.size(operand, -2) for operand in operands[:2]]
-        new = flash_attention.attend(emit, operands, tokens, scale, size)
+    shape = (*value(given[0]).shape[:-1], value(given[1]).shape[-2])
+    condition = _condition(found, scope, states, shape)
+    means = _may_give_means(found, condition, scope, shape)
+    emit = Emitter(root, value(root))
+    taken = grouped(emit, root, given)
+    is_plain = found.softcap is None and found.sinks is None and not data_of(condition)
+    size = window(condition, shape) if is_plain else None
+    if size is not None and flash_attention.is_faster(*map(value, taken)):
+        tokens = [emit.size(operand, -2) for operand in taken[:2]]
+        call = result = flash_attention.attend(emit, taken, tokens, found.scale, size)
     else:
-        block_mask = made.of(condition, mask, scope, scores(arguments))
-        result = flex_attention.attend(emit, node, operands, scale, block_mask)
-        new = emit(operator.getitem, result, 0)
-    check_results({node: value(new)}, state)
-    node.replace_all_uses_with(new)
-    scope.graph.erase_node(node)
-    erase_read(arguments, masks, scope)
-    report.superseded(node)
-    return new
+        block_mask = _block_mask(found, condition, scope, made, given, means)
+        call = flex_attention.attend(emit, root, taken, found.scale, block_mask, found.softcap)
+        result = emit(operator.getitem, call, 0)
+        if found.sinks is not None:
+            lse = emit(operator.mul, emit(operator.getitem, call, 1), math.log(2))
+            dtype = value(result).dtype
+            result = flex_attention.with_sinks(emit, result, lse, found.sinks, dtype)
+    replace([(root, as_root(result, found.back, root, state))], found.nodes, state)
+    _erase_read(given, found.masks, scope)
+    return call
 
 
-def visible_past(
-    masks: Iterable[Mask], scope: Scope, states: States, shape: tuple[Any, ...]
+def _condition(
+    found: UnfusedAttention, scope: Scope, states: States, shape: tuple[Any, ...]
 ) -> Condition:
-    """When a query sees a key past all masks, as a function of (b, h, i, j).
-
-    Raises:
-        Refused: it is not known, or no block mask can read it.
-    """
-    if not known(shape[-1] >= 1):
-        raise Refused("it may have no keys")
-    condition: Condition = True
-    for mask in masks:
-        source = mask.tensor.source
-        if value(source).requires_grad:
+    """When a query sees a key past all masks, as a function that a block mask can read."""
+    for mask in found.masks:
+        if value(mask.source).requires_grad:
             raise Refused("its mask has a gradient")
         if mask.fill is not None and mask.fill > LOWEST_FILL:
             raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough")
-        condition = both(condition, known_of(condition_of, mask, scope.functions, shape))
-        if reason := write(scope.functions, source, states.values()):
-            raise Refused(reason)
+    condition = visible_past(found.masks, scope, states, shape)
     if (datum := dense_datum(data_of(condition))) is not None:
         raise Refused(f"its mask reads {datum.node.name} for each query and key, a dense tensor")
+    if found.is_call and isinstance(condition, bool):
+        raise Refused("its mask is the same everywhere")
     return condition
 
 
-def erase_read(arguments: dict[str, Any], masks: Iterable[Mask], scope: Scope) -> None:
+def _may_give_means(
+    found: UnfusedAttention, condition: Condition, scope: Scope, shape: tuple[Any, ...]
+) -> bool:
+    """Whether a query may see no key, so that the code gives it the mean of all values.
+
+    Raises:
+        Refused: the code may give it something else.
+    """
+    if found.sinks is not None or sees_a_key(condition, shape):
+        return False
+    source = found.masks[0].source
+    if found.is_call:
+        if is_condition(scope.functions.value(source)):
+            return False
+        raise Refused("its mask adds numbers, and a query that sees no key would get another value")
+    if len(found.masks) > 1 or found.masks[0].visible is not None:
+        raise Refused("a query may see no key, and its mask is not one that is added")
+    numbers = {leaf.constant for leaf in leaves(number(scope.functions.value(source)))}
+    low = min(map(float, numbers))
+    if len(numbers - {0.0}) > 1 or not _holds(found, source, low):
+        raise Refused("a query may see no key, and its scores are not the same finite number")
+    return True
+
+
+def _holds(found: UnfusedAttention, mask: fx.Node, low: float) -> bool:
+    """Whether a number of the mask stays finite on the way to the softmax, and in it."""
+    waiting = [mask]
+    while waiting:
+        node = waiting.pop()
+        dtype = getattr(value(node), "dtype", torch.int64)
+        if dtype.is_floating_point and abs(low) > torch.finfo(dtype).max:
+            return False
+        call = canonical(node)
+        if node is mask or call is None or call.op != "softmax":
+            waiting += [user for user in node.users if user in found.nodes]
+    return True
+
+
+def _block_mask(
+    found: UnfusedAttention, condition: Condition, scope: Scope, made: BlockMasks,
+    given: Operands, means: bool,
+) -> BlockMaskNodes:  # fmt: skip
+    emit = Emitter(found.root, value(found.root))
+    query, key, _ = given
+    shape = (*value(query).shape[:-1], value(key).shape[-2])
+    if len(found.masks) == 1:
+        return made.of(condition, found.masks[0].source, scope, shape, means)
+    sizes = {axis: emit.size(query, axis) for axis in (-4, -3, -2)} | {-1: emit.size(key, -2)}
+    return emitted(emit, condition, sizes, scope, value(found.root).device)
+
+
+def _erase_read(given: Operands, masks: Iterable[Mask], scope: Scope) -> None:
     """Erase the masks and the repeated heads that nothing else uses."""
-    for name in ("key", "value"):
-        if (repeat := repeated(arguments[name], HEADS)) is not None:
-            erase_unused(arguments[name], repeat.nodes)
+    for one in given[1:]:
+        if (repeat := repeated(one, HEADS)) is not None:
+            erase_unused(one, repeat.nodes)
     for mask in masks:
-        source = mask.tensor.source
-        erase_unused(source, set(scope.functions.read(source)))
+        erase_unused(mask.source, set(scope.functions.read(mask.source)))
 
 
-def _scale(arguments: dict[str, Any]) -> float:
-    scale = arguments.get("scale")
-    if scale is None:
-        return 1.0 / math.sqrt(value(arguments["query"]).shape[-1])
-    if not isinstance(scale, (int, float)):
-        raise Refused("its scale is not a constant")
-    return float(scale)
-
-
-def unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def unsupported(node: fx.Node, given: Operands) -> str | None:
     """Why flex_attention does not run these tensors, or not fast; None if it does."""
-    query, key, values = (value(arguments[name]) for name in ("query", "key", "value"))
+    query, key, values = map(value, given)
     if not query.dim() == key.dim() == values.dim() == 4:
         return "flex_attention takes tensors of 4 dimensions"
     if not same(query.shape[0], key.shape[0]) or not same(query.shape[0], values.shape[0]):
@@ -162,19 +249,18 @@ def _expected(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def grouped(emit: Emitter, node: fx.Node, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
+def grouped(emit: Emitter, node: fx.Node, given: Operands) -> tuple[Any, Any, Any]:
     """The queries, keys and values without repeated heads, in the dtype of the result.
 
     Under autocast the result is in its dtype, and the operands may not be.
     """
-    operands = {name: arguments[name] for name in ("query", "key", "value")}
-    key, values = (repeated(operands[name], HEADS) for name in ("key", "value"))
-    if key is not None and values is not None and key.times == values.times:
-        for name, repeat in (("key", key), ("value", values)):
-            operands[name] = viewed(node, repeat.source, repeat.swaps)
+    query, *others = given
+    repeats = [repeat for one in others if (repeat := repeated(one, HEADS)) is not None]
+    if len(repeats) == 2 and repeats[0].times == repeats[1].times:
+        others = [viewed(node, repeat.source, repeat.swaps) for repeat in repeats]
     dtype = value(node).dtype
     query, key, values = (
         one if value(one).dtype == dtype else emit(torch.Tensor.to, one, dtype)
-        for one in operands.values()
+        for one in (query, *others)
     )
     return query, key, values

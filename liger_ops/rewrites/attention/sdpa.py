@@ -27,15 +27,14 @@ from ..engine.layout import noticed
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
-from .attention import States, replace_places
+from .attention import replace_places
 from .attention_products import Operand
-from .mask.algebra import Condition, Unknown, affine, axes_of, both, known, negation, truth
+from .mask.algebra import known
 from .mask.bounds import ORDINARY, MaskBounds, inside
-from .mask.evaluate import IndexFunctions
-from .mask.proof import sees_itself, visible_keys
-from .mask.region import Frame, Region
+from .mask.proof import sees_a_key
 from .mask.scopes import Scope
-from .unfused_attention import Mask, UnfusedAttention, unfused_attentions
+from .masks import Mask, States, is_written, visible_past
+from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "attention"
 # A filled score as low as this has the weight 0 in a row with any other score.
@@ -137,10 +136,10 @@ def _mask(
     shape = (*value(query).shape[:-1], value(key).shape[-2])
     biases = [mask for mask in found.masks if _is_bias(mask, scope, states)]
     hiding = [mask for mask in found.masks if mask not in biases]
-    if not _rows_see_a_key(hiding, scope.functions, shape, states):
+    if not _rows_see_a_key(hiding, scope, states, shape):
         raise Refused("its mask may hide every key of a row, for which kernels differ")
     for bias in biases:
-        wide = value(bias.tensor.source).dtype
+        wide = value(bias.source).dtype
         if torch.promote_types(wide, dtype) != dtype:
             raise Refused(f"its bias is {wide}, and would be rounded to {dtype}")
     added = [mask.tensor.before(root) for mask in _of(found, filled=False)]
@@ -174,56 +173,14 @@ def _is_bias(mask: Mask, scope: Scope, states: States) -> bool:
     if mask.visible is not None:
         return False
     bounds = MaskBounds(scope.given)
-    return inside(bounds.of(mask.tensor.source), ORDINARY) and not _written(bounds.read, states)
-
-
-def _written(read: set[fx.Node], states: States) -> bool:
-    return any(state.ever_written(read) for state in states.values())
+    return inside(bounds.of(mask.source), ORDINARY) and not is_written(bounds.read, states)
 
 
 def _rows_see_a_key(
-    masks: Sequence[Mask], functions: IndexFunctions,
-    shape: Sequence[Any], states: States,
-) -> bool:  # fmt: skip
+    masks: Sequence[Mask], scope: Scope, states: States, shape: Sequence[Any]
+) -> bool:
     """Whether every row is proved to see its own key, or the first key, past all masks."""
     try:
-        conditions = [condition_of(mask, functions, shape) for mask in masks]
-    except Unknown:
+        return sees_a_key(visible_past(masks, scope, states, shape), shape)
+    except Refused:
         return False
-    read = {node for mask in masks for node in functions.read(mask.tensor.source)}
-    if _written(read, states):
-        return False
-    seen: Condition = True
-    for condition in conditions:
-        seen = both(seen, condition)
-    return sees_a_key(seen, shape)
-
-
-def sees_a_key(visible: Condition, shape: Sequence[Any]) -> bool:
-    """Whether every query is proved to see the first key, or every query its own."""
-    j = -1
-    ranges = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), j)}
-    first = Region([Frame({j: affine(0)}, ranges)])
-    return first.decide(visible) is True or sees_itself(visible, shape)
-
-
-def condition_of(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:
-    """The condition under which a mask lets a query see a key."""
-    sizes = value(mask.tensor.source).shape
-    # A view for scores of three dimensions keeps the queries and keys.
-    same_axes = min(len(sizes), 2) if mask.tensor.views else len(sizes)
-    for axis in range(-same_axes, 0):
-        if not (known(sizes[axis] == 1) or known(sizes[axis] == shape[axis])):
-            raise Unknown("its mask may not fit its scores")
-    function = functions.value(mask.tensor.source)
-    if min(axes_of(function), default=0) < -same_axes:
-        raise Unknown("its mask differs between the rows of a batch")
-    return visible(mask, functions)
-
-
-def visible(mask: Mask, functions: IndexFunctions) -> Condition:
-    """Where a mask lets a query see a key, as a function of the mask's own indices."""
-    function = functions.value(mask.tensor.source)
-    if mask.visible is None:
-        return visible_keys(function)
-    return truth(function) if mask.visible else negation(truth(function))

@@ -3,8 +3,8 @@
     softmax(softcap * tanh(scale * query @ key^T / softcap) + mask) @ value
 
 with any of softcap, masks and a column of sinks left out. `unfused_attentions` yields each place.
-The code is followed back from the last product, through dropout that drops nothing, casts and
-views, to the softmax, and on to the first product. Casts are ignored: attention kernels compute
+The code is followed back from the last product, through casts and views, to the softmax, and on to
+the first product. Casts are ignored: attention kernels compute
 scores and softmax in float32, whatever the storage, and so round less often than the code.
 """
 
@@ -12,38 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
-from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
+from ..engine.canonical import IDENTITY, canonical, is_tensor, same, value
 from ..engine.effects import writes
 from ..engine.graph_state import GraphState
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, foreign
 from .attention_products import Operand, product_of_weights
 from .mask.scopes import Scope
+from .masks import Mask
 from .unfused_scores import ScoresReader, UnfusedScores
-
-_PASSED = {IDENTITY, "cast", "contiguous"}
-# Operations on weights after which the result is another computation, not another spelling.
-_CHANGES = {"mul", "div", "add", "masked_fill", "where"}
-
-
-@dataclass(frozen=True)
-class Mask:
-    """A tensor that is added to the scores, or a boolean one that fills some of them.
-
-    Attributes:
-        tensor: of a shape that broadcasts to (B, H, S, T).
-        visible: what a boolean mask has where the score stays; None for a tensor that is added.
-        fill: the number that a boolean mask writes where it hides a score.
-    """
-
-    tensor: Operand
-    visible: bool | None = None
-    fill: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +54,11 @@ class UnfusedAttention:
     back: tuple[View, ...]
     nodes: frozenset[fx.Node]
 
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of scaled_dot_product_attention, and not written out."""
+        return self.nodes == {self.root}
+
     def inputs(self) -> list[fx.Node]:
         """The tensors that attention reads."""
         operands = (self.query, self.key, self.value, *(mask.tensor for mask in self.masks))
@@ -100,16 +86,6 @@ def unfused_attentions(
             yield node, found
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """The weights, followed back to the softmax."""
-
-    scores: fx.Node
-    nodes: tuple[fx.Node, ...]
-    without_sinks: bool = False
-    difference: str | None = None
-
-
 def attention_at(root: fx.Node) -> UnfusedAttention | None:
     """The attention whose result is `root`, or None.
 
@@ -117,28 +93,18 @@ def attention_at(root: fx.Node) -> UnfusedAttention | None:
         Refused: it is attention but for one operation; the text names it.
     """
     product = product_of_weights(root)
-    weights = None if product is None else _weights_of(product.weights)
-    if product is None or weights is None:
+    scores = None if product is None else ScoresReader().read(product.weights)
+    if product is None or scores is None or not scores.are_weights:
         return None
-    scores = ScoresReader().read(weights.scores)
-    if scores is None:
-        return None
-    if difference := weights.difference or scores.difference:
-        raise Refused(difference)
-    if weights.without_sinks != (scores.sinks is not None):
+    if scores.difference:
+        raise Refused(scores.difference)
+    if scores.without_sinks != (scores.sinks is not None):
         raise Refused("its scores have a further column that its weights do not drop")
-    return _assembled(root, product.value, product.back, weights, scores)
-
-
-def _assembled(
-    root: fx.Node, values: Operand, back: tuple[View, ...],
-    weights: _Weights, scores: UnfusedScores,
-) -> UnfusedAttention:  # fmt: skip
     scale, softcap = scores.scale_and_softcap()
-    query, key = scores.product.query, scores.product.key
+    query, key, values, back = *scores.product[:2], product.value, product.back
     masks = tuple(
-        Mask(_four_dimensions(tensor, scores), visible, fill)
-        for tensor, visible, fill in scores.masks
+        Mask(_four_dimensions(tensor, scores, is_flat), visible, fill)
+        for tensor, visible, fill, is_flat in scores.masks
     )
     if value(scores.product.nodes[0]).dim() == 3:
         query, key = (one.viewed(*_split(scores)) for one in (query, key))
@@ -146,7 +112,7 @@ def _assembled(
         values = values.viewed(*_split(scores))
         joined: View = (torch.squeeze, 1) if scores.heads is None else (torch.flatten, 0, 1)
         back = (joined, *back)
-    nodes = frozenset((root, *weights.nodes, *scores.nodes))
+    nodes = frozenset((root, *scores.nodes))
     return UnfusedAttention(
         root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes
     )
@@ -159,61 +125,14 @@ def _split(scores: UnfusedScores) -> tuple[View, ...]:
     return ((torch.unflatten, 0, (-1, scores.heads)),)
 
 
-def _four_dimensions(mask: fx.Node, scores: UnfusedScores) -> Operand:
-    """A mask of three dimensions is one of scores of three, (B * H, S, T)."""
+def _four_dimensions(mask: fx.Node, scores: UnfusedScores, is_flat: bool) -> Operand:
+    """A mask of three dimensions may be one of scores of three, (B * H, S, T)."""
     operand = Operand(mask)
-    if not is_tensor(mask, dim=3) or mask not in scores.of_three_dimensions:
+    if not is_flat or not is_tensor(mask, dim=3):
         return operand
     if same(value(mask).shape[0], 1):
         return operand.viewed((torch.unsqueeze, 1))
     return operand.viewed(*_split(scores))
-
-
-def _weights_of(node: Any, depth: int = 0) -> _Weights | None:
-    """Follow weights back to the softmax that they come from; None if they do not."""
-    call = canonical(node)
-    if not isinstance(node, fx.Node) or depth > 8:
-        return None
-    if call is None:
-        if operation(node) not in ("dropout", "dropout_"):
-            return None
-        inner = _weights_of(node.args[0], depth + 1)
-        dropped = "it has dropout, and another kernel would drop other weights"
-        return inner and _Weights(inner.scores, (node, *inner.nodes), difference=dropped)
-    if call.op == "softmax":
-        over_keys = call.args[1] == -1 and is_tensor(call.args[0])
-        difference = None if over_keys else "its softmax is not over the keys"
-        return _Weights(call.args[0], (node,), difference=difference)
-    if call.op in _CHANGES:
-        tensors = [one for one in call.args if is_tensor(one)]
-        found = [one for one in (_weights_of(t, depth + 1) for t in tensors) if one is not None]
-        changed = "its weights are changed after the softmax"
-        return _Weights(found[0].scores, (node,), difference=changed) if len(found) == 1 else None
-    return _passed(node, call, depth)
-
-
-def _passed(node: fx.Node, call: Call, depth: int) -> _Weights | None:
-    """Weights behind an operation that keeps them, or drops the column of sinks."""
-    source = call.args[0] if call.args else None
-    if not is_tensor(source):
-        return None
-    shape, before = value(node).shape, value(source).shape
-    if call.op == "slice":
-        _, dim, start, stop, step = call.args
-        whole = before[-1]
-        if dim != -1 or not same((start, step), (0, 1)) or not same(stop, whole - 1):
-            return None
-        inner = _weights_of(source, depth + 1)
-        if inner is None or inner.without_sinks or len(shape) != 4:
-            return None
-        return _Weights(inner.scores, (node, *inner.nodes), True, inner.difference)
-    is_view = call.op in ("view", "flatten") and same(tuple(shape[-2:]), tuple(before[-2:]))
-    if call.op not in _PASSED and not is_view:
-        return None
-    inner = _weights_of(source, depth + 1)
-    if inner is None:
-        return None
-    return _Weights(inner.scores, (node, *inner.nodes), inner.without_sinks, inner.difference)
 
 
 def _check(found: UnfusedAttention, state: GraphState) -> None:

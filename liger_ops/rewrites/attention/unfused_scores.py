@@ -1,4 +1,4 @@
-"""The scores of attention that a model writes out, from the product to the softmax."""
+"""The weights of attention that a model writes out, followed back to the product of the scores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, 
 from ..engine.canonical.call import FUNCTIONS, METHODS
 from .attention_products import Scores, product_of_scores
 
-# Models apply about ten operations to their scores.
-DEPTH = 24
+# Models apply about ten operations to their scores, and five to their weights.
+DEPTH = 32
 _OUT_OF_PLACE = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -26,9 +26,15 @@ _OUT_OF_PLACE = {
 _OUT_OF_PLACE_METHODS = ("add_", "sub_", "mul_", "div_", "masked_fill_", "tanh_")
 
 
+# Operations on weights after which the result is another computation, not another spelling.
+_CHANGES = {"mul", "div", "add", "masked_fill", "where"}
+_DROPOUT = "dropout"
+
+
 @dataclass(frozen=True)
 class UnfusedScores:
-    """What is done to scores, in the order of the code.
+    """What is done to scores, and to the weights that a softmax makes of them, in the order of the
+    code.
 
     Attributes:
         product: queries and keys.
@@ -36,10 +42,11 @@ class UnfusedScores:
         scale: the factor before tanh.
         cap: the factor after tanh, or None without tanh.
         masks: each with what it has where a score stays and the number for the others, or None
-            twice if it is added.
-        of_three_dimensions: the masks of scores (B * H, S, T).
+            twice if it is added; and whether it is one of scores (B * H, S, T).
         heads: H, if the code makes (B, H, S, T) of those.
         sinks: (H,), the numbers in the scores' last column.
+        are_weights: whether these are the weights.
+        without_sinks: whether the weights' last column is dropped.
         difference: what makes it another computation, or None.
     """
 
@@ -47,10 +54,11 @@ class UnfusedScores:
     nodes: tuple[fx.Node, ...]
     scale: float = 1.0
     cap: float | None = None
-    masks: tuple[tuple[fx.Node, bool | None, float | None], ...] = ()
-    of_three_dimensions: frozenset[fx.Node] = frozenset()
+    masks: tuple[tuple[fx.Node, bool | None, float | None, bool], ...] = ()
     heads: int | None = None
     sinks: fx.Node | None = None
+    are_weights: bool = False
+    without_sinks: bool = False
     difference: str | None = None
 
     def scale_and_softcap(self) -> tuple[float, float | None]:
@@ -80,14 +88,14 @@ class ScoresReader:
         call, in_place = _call_of(node)
         if call is not None and call.op == "cat":
             return self._with_sinks(node, call, depth)
-        step = _STEPS.get(call.op) if call is not None else None
-        if call is None or step is None:
+        if call is None or call.op not in _STEPS:
             return None
         for place in _places(call, in_place):
             inner = self.read(call.args[place], depth + 1)
             if inner is None:
                 continue
-            after = step(node, inner, call, place)
+            is_changed = inner.are_weights and call.op in _CHANGES
+            after = (_changed if is_changed else _STEPS[call.op])(node, inner, call, place)
             if after is not None:
                 return replace(after, nodes=(*after.nodes, node))
         return None
@@ -98,6 +106,8 @@ class ScoresReader:
             return None
         inner = self.read(tensors[0], depth + 1)
         if inner is None or inner.sinks is not None or not is_tensor(node, dim=4):
+            return None
+        if inner.are_weights:
             return None
         sinks, nodes = numbers_of_heads(tensors[1])
         if sinks is None or not same(value(sinks).shape[0], value(node).shape[1]):
@@ -121,7 +131,9 @@ def _call_of(node: fx.Node) -> tuple[Call | None, bool]:
     if node.op == "call_method" and node.target in _OUT_OF_PLACE_METHODS:
         spelling = METHODS[str(node.target)[:-1]]
     if spelling is None:
-        return canonical(node), False
+        call = canonical(node)
+        drops = call is None and operation(node) in (_DROPOUT, "dropout_")
+        return Call(_DROPOUT, node.args) if drops else call, False
     try:
         return spelling(*node.args, **node.kwargs), True
     except TypeError:
@@ -142,7 +154,8 @@ def _kept(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfuse
 def _viewed(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     """Scores whose batch and heads become one dimension or two, or that stay as they are."""
     before, after = value(call.args[0]).shape, value(node).shape
-    if inner.sinks is not None or not same(tuple(before[-2:]), tuple(after[-2:])):
+    has_sinks = inner.sinks is not None and not inner.without_sinks
+    if has_sinks or not same(tuple(before[-2:]), tuple(after[-2:])):
         return None
     if len(before) == len(after):
         return inner if same(tuple(before), tuple(after)) else None
@@ -174,6 +187,8 @@ def _scaled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
 
 
 def _capped(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+    if inner.are_weights:
+        return None
     if inner.masks or inner.cap is not None or inner.sinks is not None:
         return inner.but("its scores are capped after a mask is added, or twice")
     return replace(inner, cap=1.0)
@@ -204,16 +219,13 @@ def _with_mask(
     node: fx.Node, inner: UnfusedScores, mask: fx.Node,
     visible: bool | None = None, fill: float | None = None,
 ) -> UnfusedScores:  # fmt: skip
-    flat = {mask} if is_tensor(node, dim=3) else set()
-    return replace(
-        inner,
-        masks=(*inner.masks, (mask, visible, fill)),
-        of_three_dimensions=inner.of_three_dimensions | flat,
-    )
+    return replace(inner, masks=(*inner.masks, (mask, visible, fill, is_tensor(node, dim=3))))
 
 
 def _lowered(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     """scores - scores.max(-1, keepdim=True), which changes neither the softmax nor gradients."""
+    if inner.are_weights:
+        return None
     scores, largest = call.args
     nodes: tuple[fx.Node, ...] = ()
     while isinstance(largest, fx.Node) and operation(largest) == "detach":
@@ -234,12 +246,38 @@ def _lowered(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unf
     return replace(inner, nodes=(*inner.nodes, *nodes, largest))
 
 
+def _softmax(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+    if inner.are_weights:
+        return None
+    over_keys = inner.difference if call.args[1] == -1 else "its softmax is not over the keys"
+    return replace(inner, are_weights=True, difference=over_keys)
+
+
+def _changed(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+    return replace(inner, difference="its weights are changed after the softmax")
+
+
+def _dropped(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+    difference = "it has dropout, and another kernel would drop other weights"
+    return replace(inner, difference=difference) if inner.are_weights else None
+
+
+def _sliced(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+    """Weights without the column of sinks, the last one."""
+    x, dim, start, stop, step = call.args
+    is_last = dim == -1 and same((start, step, stop), (0, 1, value(x).shape[-1] - 1))
+    if not is_last or not inner.are_weights or inner.without_sinks or not is_tensor(node, dim=4):
+        return None
+    return replace(inner, without_sinks=True)
+
+
 _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | None]] = {
     **dict.fromkeys((IDENTITY, "cast", "contiguous"), _kept),
     **dict.fromkeys(("view", "flatten"), _viewed),
     **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("masked_fill", "where"), _filled),
     "tanh": _capped, "add": _added, "sub": _lowered,
+    "softmax": _softmax, _DROPOUT: _dropped, "slice": _sliced,
 }  # fmt: skip
 
 

@@ -91,6 +91,7 @@ def test_with_symbolic_sizes_both_are_compiled_at_once():
     rewritten, made = compiled(attention("padding"), dynamic=True)
     for length in (LENGTH, 19, 7):
         check(rewritten, "padding", torch.ones(2, length, dtype=torch.int64))
+        assert made == ["causal", "mask"]
         check(rewritten, "padding", right_padding(length))
     assert made == ["causal", "mask"]
 
@@ -181,7 +182,7 @@ def test_an_error_while_masks_are_looked_for_leaves_the_graph(monkeypatch):
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(padding, "padding_masks", broken)
+    monkeypatch.setattr(padding, "_conditions", broken)
     data = right_padding(LENGTH)
     rewritten, made = compiled(attention("padding"), strict=False)
     with pytest.warns(UserWarning, match="'padding' failed .ZeroDivisionError: broken"):

@@ -138,17 +138,18 @@ def test_masks_that_are_data(dtype: torch.dtype) -> None:
     refused(attention, *qkv(), mask, op="attention", reason="may hide every key of a row")
 
 
-def test_sinks() -> None:
-    """As GPT-OSS writes them."""
+@pytest.mark.parametrize(("kept", "reason"), [(slice(-1), "it has sinks"), (slice(1, None), "")])
+def test_sinks(kept: slice, reason: str) -> None:
+    """As GPT-OSS writes them; and with the weights of another column dropped."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
         raw = torch.cat([scores(q, k) + causal_float(q, k), column], dim=-1)
         raw = raw - raw.max(dim=-1, keepdim=True).values
-        weights = F.softmax(raw, dim=-1, dtype=raw.dtype)[..., :-1]
+        weights = F.softmax(raw, dim=-1, dtype=raw.dtype)[..., kept]
         return torch.matmul(F.dropout(weights, p=0.0, training=True), v)
 
-    refused(attention, *qkv(), values(4), op="attention", reason="it has sinks")
+    refused(attention, *qkv(), values(4), op="attention", reason=reason)
 
 
 @pytest.mark.parametrize("function", [F.dropout, torch.dropout])

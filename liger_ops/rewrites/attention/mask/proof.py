@@ -10,6 +10,7 @@ from .algebra import (
     Size,
     Unknown,
     Value,
+    affine,
     comparisons,
     index,
     is_condition,
@@ -42,38 +43,38 @@ def visible_keys(mask: Value) -> Condition:
     return lift(leaf_is_visible, mask)
 
 
-def departure(visible: Condition, shape: Sequence[Size]) -> str | None:
-    """How `visible` may differ from j <= i, for query i and key j; None if it is the same.
+def departure(visible: Condition, shape: Sequence[Size], size: int | None = None) -> str | None:
+    """How `visible` may differ from j <= i, for query i and key j, and from i - j < size if there
+    is one; None if it is the same.
 
-    The three regions are the keys before the diagonal, the diagonal, and the keys after it.
+    The regions are the keys before the diagonal, the diagonal, and the keys after it.
     """
     queries, keys = shape[QUERY], shape[KEY]
-    earlier = known(queries <= 1) or _distant(shape, KEY, QUERY, 1).decide(visible)
-    if earlier is not True:
+    last = None if size is None else size - 1
+    is_first = known(queries <= 1) or last == 0
+    if not is_first and _distant(shape, KEY, QUERY, 1, last).decide(visible) is not True:
         return "its mask may hide an earlier key, as a sliding window does"
     if _diagonal(shape).decide(visible) is not True:
         return "its mask may hide a query's own key"
     if not known(keys <= 1) and _distant(shape, QUERY, KEY, 1).decide(visible) is not False:
         return "its mask may show a later key"
+    if size is not None and _distant(shape, KEY, QUERY, size).decide(visible) is not False:
+        return "its mask may show a key before the window"
     return None
 
 
 def window(visible: Condition, shape: Sequence[Size]) -> int | None:
     """The number w for which `visible` is proved to be j <= i and i - j < w, or None."""
-    if not known(shape[QUERY] > 1) or _diagonal(shape).decide(visible) is not True:
-        return None
-    if not known(shape[KEY] <= 1) and _distant(shape, QUERY, KEY, 1).decide(visible) is not False:
-        return None
-    for size in _window_sizes(visible):
-        inside = size == 1 or _distant(shape, KEY, QUERY, 1, size - 1).decide(visible)
-        if inside is True and _distant(shape, KEY, QUERY, size).decide(visible) is False:
-            return size
-    return None
+    sizes = _window_sizes(visible) if known(shape[QUERY] > 1) else []
+    return next((size for size in sizes if departure(visible, shape, size) is None), None)
 
 
-def sees_itself(visible: Condition, shape: Sequence[Size]) -> bool:
-    """Whether every query is proved to see the key at its own position."""
-    return known(shape[QUERY] <= shape[KEY]) and _diagonal(shape).decide(visible) is True
+def sees_a_key(visible: Condition, shape: Sequence[Size]) -> bool:
+    """Whether every query is proved to see the first key, or every query its own."""
+    ranges = {**_others(shape), QUERY: (0, (shape[QUERY] - 1,))}
+    first = Region([Frame({KEY: affine(0)}, ranges)])
+    sees_itself = known(shape[QUERY] <= shape[KEY]) and _diagonal(shape).decide(visible) is True
+    return sees_itself or first.decide(visible) is True
 
 
 def _window_sizes(visible: Condition) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from ...engine.canonical import calls
 from ...engine.canonical import value as traced
 from .algebra import (
     Affine,
@@ -103,22 +104,10 @@ for _number, _name in enumerate(("zeros", "ones")):
     rule(_name, f"new_{_name}", f"{_name}_like")(functools.partial(_of_numbers, _number))
 
 
-@rule("full", "full_like")
-def _full(of: IndexFunctions, node: fx.Node, shape: Any, fill_value: Any, **options: Any) -> Value:
-    accept(options, "dtype", "memory_format")
-    return of.shaped(fill_value, ())
-
-
-@rule("new_full")
-def _new_full(
-    of: IndexFunctions, node: fx.Node, like: Any, size: Any, fill_value: Any, **options: Any
-) -> Value:
-    return _full(of, node, size, fill_value, **options)
-
-
-@rule("tensor", "scalar_tensor")
-def _tensor(of: IndexFunctions, node: fx.Node, data: Any, **options: Any) -> Value:
-    return _full(of, node, (), data, **options)
+@rule("full", "full_like", "new_full", "tensor", "scalar_tensor")
+def _full(of: IndexFunctions, node: fx.Node, *args: Any, **options: Any) -> Value:
+    accept(options, "dtype", "memory_format", "fill_value")
+    return of.shaped(options["fill_value"] if "fill_value" in options else args[-1], ())
 
 
 @rule("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
@@ -143,23 +132,15 @@ def _expanded(of: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: A
     return of.shaped(x, shape_of(node))
 
 
-@rule("transpose", "swapaxes", "swapdims")
-def _transpose(of: IndexFunctions, node: fx.Node, x: Any, dim0: Any, dim1: Any) -> Value:
-    first, second = axis_of(node, dim0), axis_of(node, dim1)
+@rule("transpose", "swapaxes", "swapdims", "t", "T", "mT", "mH", "H", "adjoint")
+def _transpose(of: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: Any) -> Value:
+    if traced(x).dim() < 2:
+        return of.value(x)
+    call = calls(node, "transpose")
+    if call is None:
+        raise Unknown(f"{node.name} is not a transposition of two dimensions")
+    first, second = call.args[1]
     return at(of.value(x), {first: index(second), second: index(first)})
-
-
-@rule("t", "T")
-def _t(of: IndexFunctions, node: fx.Node, x: Any) -> Value:
-    dims = traced(x).dim()
-    if dims > 2:
-        raise Unknown(f"{node.name} reverses more than two dimensions")
-    return _matrix_transpose(of, node, x) if dims == 2 else of.value(x)
-
-
-@rule("mT", "mH", "H", "adjoint")
-def _matrix_transpose(of: IndexFunctions, node: fx.Node, x: Any) -> Value:
-    return _transpose(of, node, x, -1, -2)
 
 
 @rule("permute")
@@ -277,24 +258,22 @@ logical("xor", differ)
 logical("not", negation)
 
 
-@rule("add")
-def _add(of: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
-    x, y = of.shaped(x, shape_of(node)), of.shaped(y, shape_of(node))
-    if traced(node).dtype == torch.bool:
-        return either(truth(x), truth(y))
-    return lift(operator.add, number(x), number(y))
+def arithmetic(
+    name: str, numbers: Callable[..., Value], booleans: Callable[..., Value], *more: str
+) -> None:
+    """Register the rule of an elementwise function that has another meaning for booleans."""
+
+    def apply(of: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
+        x, y = of.shaped(x, shape_of(node)), of.shaped(y, shape_of(node))
+        if traced(node).dtype == torch.bool:
+            return booleans(truth(x), truth(y))
+        return lift(numbers, number(x), number(y))
+
+    rule(name, *more)(apply)
 
 
-@rule("mul", "multiply")
-def _mul(of: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
-    x, y = of.shaped(x, shape_of(node)), of.shaped(y, shape_of(node))
-    if traced(node).dtype == torch.bool:
-        return both(truth(x), truth(y))
-    return lift(
-        lambda a, b: b.times(a.constant) if a.is_constant else a.times(_factor(b)),
-        number(x),
-        number(y),
-    )
+def _product(x: Affine, y: Affine) -> Affine:
+    return y.times(x.constant) if x.is_constant else x.times(_factor(y))
 
 
 def _factor(value: Affine) -> Any:
@@ -303,6 +282,8 @@ def _factor(value: Affine) -> Any:
     return value.constant
 
 
+arithmetic("add", operator.add, either)
+arithmetic("mul", _product, both, "multiply")
 elementwise("sub", operator.sub, "subtract")
 elementwise("rsub", lambda x, y: y - x)
 elementwise("neg", lambda x: x.times(-1), "negative")

@@ -15,60 +15,41 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ...engine.canonical import value
 from ...engine.emitter import Emitter
-from ...engine.failure import guarded
 from ...engine.graph_state import GraphState, erase_unused
 from ..mask.algebra import Unknown
 from ..mask.predicate import inlined
-from ..unfused_attention import Mask
 from .mask_outputs import Known, Recipe, known, may_be_mask
 from .padding import masks_of_attention
-from .variants import Compile, Seen, Variants, inputs_of, is_split, is_symbolic
+from .variants import Look, Seen, inputs_of, is_symbolic
 
 # The position of the input that a node computes anew.
 _INSTEAD_OF = "liger_ops.instead_of"
 
 
-def given_masks(
-    module: fx.GraphModule, inputs: Sequence[Any], strict: bool | None = None
-) -> list[int]:
+def given_masks(module: fx.GraphModule) -> list[int]:
     """The positions, among the inputs, of those that may be masks of attention.
 
-    There are none in a graph with symbolic sizes, nor in a part of a split graph. An exception is a
-    warning unless it is strict.
+    There are none in a graph with symbolic sizes.
     """
-    if is_split(inputs):
-        return []
-    return guarded("given_masks", strict, _given_masks, module, otherwise=[])
-
-
-def _given_masks(module: fx.GraphModule) -> list[int]:
     inputs = inputs_of(module)
     if not any(map(may_be_mask, inputs)) or any(map(is_symbolic, inputs)):
         return []
     read: set[fx.Node] = set()
     for scope, mask in masks_of_attention(module):
-        node = mask.tensor.source if isinstance(mask, Mask) else mask
         try:
-            scope.functions.value(node)
+            scope.functions.value(mask.source)
         except Unknown:
-            read.update(scope.functions.read(node))
+            read.update(scope.functions.read(mask.source))
     state = GraphState(module.graph)
     return [
         place
         for place, node in enumerate(inputs)
         if node in read and may_be_mask(node) and not state.ever_written([node])
     ]
-
-
-def mask_variants(
-    module: fx.GraphModule, example_inputs: Sequence[Any], places: Sequence[int], compiled: Compile
-) -> Variants:
-    """The graph for each combination of what its masks, the inputs at `places`, are computed by."""
-    return Variants(module, example_inputs, lambda inputs: _seen(inputs, places), compiled)
 
 
 def _seen(inputs: Sequence[Any], places: Sequence[int]) -> Seen:
@@ -78,14 +59,7 @@ def _seen(inputs: Sequence[Any], places: Sequence[int]) -> Seen:
     return Seen(recipes, functools.partial(put, places=places, masks=masks), data)
 
 
-def put_known(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
-    """Let the graph be the variant that the backend would compile for these inputs.
-
-    Returns the data of the masks, which the graph is given too.
-    """
-    seen = _seen(inputs, given_masks(module, inputs))
-    seen.assume(module)
-    return list(seen.data)
+MASKS = Look("given_masks", given_masks, _seen)
 
 
 def put(module: fx.GraphModule, places: Sequence[int], masks: Sequence[Known | None]) -> None:

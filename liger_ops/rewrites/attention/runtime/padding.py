@@ -16,29 +16,22 @@ from torch import Tensor, fx
 
 from ....torch_private import assert_async
 from ...engine.canonical import value
-from ...engine.failure import guarded
 from ...engine.graph_state import GraphState, needed_by
 from ...engine.memory import is_plain
 from ...engine.report import Report
 from ...engine.rewrite import derive
-from ..attention import attentions
+from ..attention import attentions, mask_of
 from ..mask.algebra import Condition, Unknown, comparisons, data_of
-from ..mask.proof import visible_keys
 from ..mask.scopes import Scope, scopes
-from ..sdpa import visible
-from ..unfused_attention import Mask, unfused_attentions
+from ..masks import Mask, visible
+from ..unfused_attention import unfused_attentions
 from .mask_outputs import is_ones
-from .variants import Compile, Seen, Variants, duplicate, inputs_of, is_symbolic
+from .variants import Look, Seen, duplicate, inputs_of
 
 PROMISE = (
     'backend liger: options["padding"] is False, a promise that no token is padding, but the'
     " attention mask is not 1 everywhere"
 )
-
-
-def found_padding(module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
-    """`padding_masks`, or None with a warning if that raises an exception, unless it is strict."""
-    return guarded("padding", strict, padding_masks, module, otherwise=None)
 
 
 def padding_masks(module: fx.GraphModule) -> list[int]:
@@ -63,34 +56,19 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
     return found
 
 
-def assume_what_is_seen(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Let the graph be the variant that the backend would run for these inputs."""
-    if places := found_padding(module):
-        _seen(_is_full(inputs, places), places).assume(module)
+def _seen(inputs: Sequence[Any], places: Sequence[int]) -> Seen:
+    return _variant(all(is_ones(inputs[place]) for place in places), places)
 
 
-def padding_variants(
-    module: fx.GraphModule, example_inputs: Sequence[Any], places: Sequence[int], compiled: Compile
-) -> Variants:
-    """The graph for full batches, whose inputs at `places` are 1 everywhere, and for others.
-
-    With symbolic sizes both are compiled at once: a later compilation could specialise a size
-    without a guard.
-    """
-    both = any(map(is_symbolic, inputs_of(module)))
-    at_once = [_seen(full, places) for full in (True, False) if both]
-    return Variants(
-        module, example_inputs, lambda inputs: _seen(_is_full(inputs, places), places), compiled,
-        at_once,
-    )  # fmt: skip
-
-
-def _seen(full: bool, places: Sequence[int]) -> Seen:
+def _variant(full: bool, places: Sequence[int]) -> Seen:
+    """The graph for full batches, whose inputs at `places` are 1 everywhere, or for others."""
     return Seen(full, functools.partial(assume_ones, places=places if full else ()))
 
 
-def _is_full(inputs: Sequence[Any], places: Sequence[int]) -> bool:
-    return all(is_ones(inputs[place]) for place in places)
+PADDING = Look(
+    "padding", padding_masks, _seen,
+    lambda places: [_variant(full, places) for full in (True, False)],
+)  # fmt: skip
 
 
 def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = False) -> None:
@@ -125,14 +103,14 @@ def _may_be_padding(node: fx.Node) -> bool:
 
 def masks_of_attention(
     module: fx.GraphModule, *, data: bool = False
-) -> Iterator[tuple[Scope, fx.Node | Mask]]:
+) -> Iterator[tuple[Scope, Mask]]:
     """The masks of attention, in the order of the graph, and the scope of each.
 
     For `data` see `IndexFunctions`."""
     for scope in scopes(module.graph, data=data):
         for _, arguments in attentions(scope.graph, "masks", Report()):
-            if isinstance(mask := arguments["attn_mask"], fx.Node):
-                yield scope, mask
+            if isinstance(arguments["attn_mask"], fx.Node):
+                yield scope, mask_of(arguments)
         state = GraphState(scope.graph)
         for _, found in unfused_attentions("masks", Report(), scope, state):
             yield from ((scope, mask) for mask in found.masks)
@@ -141,12 +119,8 @@ def masks_of_attention(
 def _conditions(module: fx.GraphModule) -> Iterator[Condition]:
     """The condition of each mask; False, which depends on nothing, if it cannot be analysed."""
     for scope, mask in masks_of_attention(module, data=True):
-        functions = scope.functions
         try:
-            if isinstance(mask, Mask):
-                yield visible(mask, functions)
-            else:
-                yield visible_keys(functions.value(mask))
+            yield visible(mask, scope.functions)
         except Unknown:
             yield False
 

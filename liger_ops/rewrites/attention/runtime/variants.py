@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ....torch_private import FakeTensor, TracingContext, tracing
 from ...engine.canonical import value
+from ...engine.failure import guarded
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -35,20 +36,48 @@ class Seen:
     data: Sequence[Tensor] = ()
 
 
-Look = Callable[[Sequence[Any]], Seen]
+@dataclass(frozen=True)
+class Look:
+    """A look at the data of some inputs of a graph, on the host.
+
+    Attributes:
+        name: what a warning calls it.
+        places: the positions of these inputs, among the inputs of the graph.
+        seen: what the inputs at these positions hold.
+        every: everything that they may hold. With symbolic sizes all of it is compiled at once: a
+            later compilation could specialise a size without a guard.
+    """
+
+    name: str
+    places: Callable[[fx.GraphModule], list[int]]
+    seen: Callable[[Sequence[Any], Sequence[int]], Seen]
+    every: Callable[[Sequence[int]], list[Seen]] = lambda places: []
+
+    def found(self, module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
+        """The places; None with a warning if that raises an exception, unless it is strict."""
+        return guarded(self.name, strict, self.places, module, otherwise=None)
+
+    def assume(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
+        """Let the graph be the variant for these inputs; returns its further inputs."""
+        if not (places := self.found(module)):
+            return []
+        seen = self.seen(inputs, places)
+        seen.assume(module)
+        return list(seen.data)
 
 
 class Variants:
-    """Looks at the inputs of each call, on the host, and runs the compilation for what it finds.
+    """Looks at the inputs of each call, and runs the compilation for what it finds.
 
-    A variant is compiled when it is first needed, and those of `at_once` with the first.
+    A variant is compiled when it is first needed.
     """
 
     def __init__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], look: Look,
-        compile_one: Compile, at_once: Sequence[Seen] = (),
+        places: Sequence[int], compile_one: Compile,
     ) -> None:  # fmt: skip
-        self._module, self._look, self._compile = module, look, compile_one
+        self._module, self._look, self._places = module, look, places
+        self._compile = compile_one
         # Fake tensors, so that no batch stays in memory for a later compilation.
         self._fakes = [
             known if isinstance(known := value(node), FakeTensor) else given
@@ -56,11 +85,13 @@ class Variants:
         ]
         self._context = TracingContext.try_get()
         self._made: dict[Hashable, Callable[..., Any]] = {}
-        for seen in (look(example_inputs), *at_once):
+        is_any_size = any(map(is_symbolic, inputs_of(module)))
+        at_once = look.every(places) if is_any_size else []
+        for seen in (look.seen(example_inputs, places), *at_once):
             self._variant(seen, example_inputs)
 
     def __call__(self, *args: Any) -> Any:
-        seen = self._look(args)
+        seen = self._look.seen(args, self._places)
         if seen.key not in self._made:
             with COMPILING, tracing(self._context):
                 self._variant(seen, self._fakes)

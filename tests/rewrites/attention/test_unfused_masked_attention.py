@@ -21,11 +21,11 @@ from attention_models import batch, model, step
 from causal_masks import causal
 from data_masks import MASKS, documents, on_the_cpu, right_padding
 from index_programs import masks
-from liger_ops.rewrites.attention import attention_to_flex, masked_attention, sdpa
+from liger_ops.rewrites.attention import masked_attention, sdpa
 from rewriting import Rewriter
 
-OP = attention_to_flex.OP
-REWRITES = [sdpa.rewrite, attention_to_flex.rewrite]
+OP = masked_attention.UNFUSED
+REWRITES = [sdpa.rewrite, masked_attention.rewrite_unfused]
 LENGTH = 23
 CAP = 1.5
 
@@ -168,22 +168,6 @@ def test_through_aot_autograd(name, what):
     compare(masked(name, *WITH[what]), inputs, inner=aot_eager)
 
 
-def test_one_compilation_serves_every_length():
-    compilations = []
-
-    def inner(module: Any, inputs: Any) -> Any:
-        compilations.append(module)
-        return module.forward
-
-    function, what = masked("padding on the left", *WITH["cap"]), "cap"
-    rewritten, report, _ = compiled(function, REWRITES, None, inner)
-    for length in (300, 200, 384):
-        inputs = inputs_of("padding on the left", what, length)
-        torch.testing.assert_close(rewritten(*inputs), function(*inputs))
-    assert len(compilations) == 2
-    assert report.counts() == {OP: 2}
-
-
 @pytest.mark.parametrize("what", ADDED)
 def test_without_a_mask(what):
     has_sinks, cap = WITH[what]
@@ -319,12 +303,6 @@ def test_a_near_miss_is_left(name):
     report, _ = compare(function, [*qkv(), data], 0)
     (finding,) = [one for one in report.findings if one.op == OP]
     assert reason in finding.reason
-
-
-def test_short_sequences_are_left(monkeypatch):
-    on_the_cpu(monkeypatch, least_keys=LENGTH + 1)
-    report, _ = compare(masked("window", False, CAP), qkv(dtype=torch.float32), 0)
-    assert "as fast" in report.findings[-1].reason
 
 
 def test_a_device_without_a_fast_kernel_is_left(monkeypatch):
