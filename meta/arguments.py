@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import library
 from ..accepted import Accepted, one_of
-from ..axes import MANY, Entry, Line
+from ..axes import COMPUTED_BY_FORWARD, MANY, Entry, Line
 from ..ops.shapes import equal
 from .sizes import MULTIPLE, Shape, Sizes
 
@@ -71,8 +71,9 @@ class Names:
         """The words for a shape in messages."""
         before = list(self.tensors)[: list(self.tensors).index(name)]
         others = [(other, self.tensors[other].axes) for other in before]
-        first = self.tensors[self.first]
-        with_axes = f" for {self.first} of {first.form}" if set(axes) & set(first.axes) else ""
+        read = (other for other, known in others if set(axes) & set(known))
+        first = next(read, None)
+        with_axes = f" for {first} of {self.tensors[first].form}" if first else ""
         words = f"{Entry(axes).form}{with_axes}" if axes else "a number"
         is_one_axis = len(axes) == 1 and axes[0] not in MANY
         for other, known in reversed(others):
@@ -82,7 +83,7 @@ class Names:
                 words = f"{other}'s last dimension"
             elif not is_one_axis and known[:-1] in (axes, axes[:-1]) and known[:-1]:
                 words = f"{other} but for its last dimension"
-        if name not in self.line.arguments:
+        if not {name, name[1:]} & self.line.arguments.keys() or name in COMPUTED_BY_FORWARD:
             words = f"the forward's {name if name in self.line.results else name[1:]}"
         same = [other for other, known in others if known == axes and axes and not is_one_axis]
         return next(iter(same), words)

@@ -223,7 +223,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"weight": lambda x: x[0, :31]}, "weight must have the shape"),
     "dtype": ({"weight": lambda x: x[0].long()}, "weight must be a floating point tensor"),
     "option": ({"eps": -1.0}, "eps must be a number of at least 0"),
-    "together": ({"weight": None, "offset": 1.0}, "offset must be 0 without a weight"),
+    "together": ({"weight": None, "offset": 1.0}, "offset must be 0 without weight"),
 }
 
 

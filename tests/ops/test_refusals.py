@@ -226,7 +226,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"weight": (4, 2, 2, 2)}, "weight must be (E, 1, P, Q) for 2 channels of scores and"),
         ({"groups": 4}, f"{OF_GROUPS} 4"),
-        ({"bias": (3,)}, "bias must have the shape of (E,), (4,), got (3,)"),
+        ({"bias": (3,)}, "bias must have the shape of (E,) for weight of (E, G, P, Q), (4,),"),
         ({"bias": torch.zeros(4).half()}, "bias must have weight's dtype, torch.float32, got"),
         ({"stride": [0]}, "stride must be one or two ints of at least 1, got [0, 0]"),
         ({"padding": [1] * 3}, "padding must be one or two ints of at least 0, got [1, 1, 1]"),

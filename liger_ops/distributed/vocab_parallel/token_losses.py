@@ -6,8 +6,6 @@ all: its logits, or its weight and bias. Its targets and class weights are those
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -172,8 +170,10 @@ def dlse_of_z_loss(call: Any, tokens: Tokens, lse: Tensor, *factors: Tensor) -> 
     if call.lse_square_scale == 0:
         return []
     # The lse of an ignored token may be NaN.
-    last = torch.where(tokens.within, lse, 0.0)
-    return [functools.reduce(operator.mul, (*factors, last), 2 * call.lse_square_scale)]
+    product = 2 * call.lse_square_scale
+    for factor in (*factors, torch.where(tokens.within, lse, 0.0)):
+        product = product * factor
+    return [product]
 
 
 def upstream_of_shard(
