@@ -187,8 +187,16 @@ class _Reading:
             is_inverse = any(torch.equal(one, mixed.T) for one in pairings.values())
             return "it reads pairs in halves and writes them interleaved" if is_inverse else None
         tables, factors = _together(self.tables), self.matrix[:, :R][mixed[:, :R]].abs()
-        is_signed = False
-        scales = (None, *tables) if len(self.given) > 2 else (None,)
+        numbers, is_signed = [one.elements for one in self.tables], False
+        scales: Sequence[list[Table] | None] = (None,)
+        if is_scaled := not _have(numbers, factors):
+            pairs = itertools.combinations(numbers, 2)
+            products = [
+                a * b for a, b in pairs if a.shape == b.shape or (1, 1) in (a.shape, b.shape)
+            ]
+            if not _have([*numbers, *products], factors):
+                return None
+            scales = tables
         for scale, cos, sin in itertools.product(scales, tables, (*tables, None)):
             given = [one[0].elements for one in (cos, sin) if one is not None]
             if scale is not None:
@@ -203,19 +211,12 @@ class _Reading:
                 is_signed |= defined is not None and torch.equal(defined.abs(), self.matrix.abs())
         if is_signed:
             return "its signs are not those of a rotation"
-        return self._other_tables(factors)
-
-    def _other_tables(self, factors: Tensor) -> str | None:
-        numbers = [one.elements for one in self.tables]
-        if _have(numbers, factors):
-            for columns, wanted in self.given.values():
-                if columns != wanted:
-                    return f"a table has {columns} columns, not {wanted}"
-            return "the two elements of a pair are multiplied by different tables"
-        products = [a * b for a, b in itertools.combinations(numbers, 2) if a.shape == b.shape]
-        if not _have([*numbers, *products], factors):
-            return None
-        return "its tables are products, and not of one factor for both"
+        if is_scaled:
+            return "its tables are products, and not of one factor for both"
+        for columns, wanted in self.given.values():
+            if columns != wanted:
+                return f"a table has {columns} columns, not {wanted}"
+        return "the two elements of a pair are multiplied by different tables"
 
 
 def _together(tables: Sequence[Table]) -> list[list[Table]]:
