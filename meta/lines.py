@@ -58,12 +58,9 @@ def gives(exception: str, *names: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         for name in names:
             known = EXCEPTIONS.get(name, Exceptions())
-            is_field = exception in Exceptions._fields
-            given = (
-                {exception: function}
-                if is_field
-                else {"sizes": {**known.sizes, exception: function}}
-            )
+            given: dict[str, Any] = {exception: function}
+            if exception not in Exceptions._fields:
+                given = {"sizes": {**known.sizes, **given}}
             EXCEPTIONS[name] = known._replace(**given)
         return function
 
@@ -157,8 +154,9 @@ def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.
     if entry.dtype in names.tensors:
         index = names.index[entry.dtype]
         return lambda call: call[index].dtype
-    if hasattr(torch, entry.dtype or "?"):
-        return lambda call: getattr(torch, entry.dtype)
+    fixed = getattr(torch, entry.dtype, None)
+    if isinstance(fixed, torch.dtype):
+        return lambda call: fixed
     terms = (entry.dtype or op.dtype or names.first).split("+")
     indices = [names.index[name] for name in terms if name in names.tensors]
     if "float32" in terms:

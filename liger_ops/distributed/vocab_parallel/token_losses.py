@@ -170,8 +170,10 @@ def dlse_of_z_loss(call: Any, tokens: Tokens, lse: Tensor, *factors: Tensor) -> 
     if call.lse_square_scale == 0:
         return []
     # The lse of an ignored token may be NaN.
+    last = torch.where(tokens.within, lse, 0.0)
+    # Dynamo of torch 2.11 fails at functools.reduce from a number that is a symbol.
     product = 2 * call.lse_square_scale
-    for factor in (*factors, torch.where(tokens.within, lse, 0.0)):
+    for factor in (*factors, last):
         product = product * factor
     return [product]
 

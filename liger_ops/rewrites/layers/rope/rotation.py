@@ -84,10 +84,10 @@ class Reader:
             for symbol in reading.symbols:
                 # Adds a guard.
                 int(symbol)
-            alike = [one for one in readings[i:] if torch.equal(one.matrix, reading.matrix)]
-            kept = [one for one in alike if one.holds_x()]
+            equal = [one for one in readings[i:] if torch.equal(one.matrix, reading.matrix)]
+            kept = [one for one in equal if one.holds_x()]
             if not kept:
-                return Match(node, {"x": alike[-1].x}, alike[-1].nodes, ROUNDED)
+                return Match(node, {"x": equal[-1].x}, equal[-1].nodes, ROUNDED)
             # Of several casts and copies the last.
             return kept[-1].match(rotation)
         return close
