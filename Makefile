@@ -19,7 +19,7 @@ export PYTHON PYTHON_ENV
 
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-newest test-versions test-npu lint format clean check-environment
+.PHONY: help demo test test-newest test-oldest test-versions test-npu lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -33,7 +33,9 @@ test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="t
 	OMP_NUM_THREADS=1 $(PY) $(PYTESTS) $(ARGS)
 
 test-newest: .venv-newest/ready ## the quick tests with the newest torch, triton, transformers, trl and peft
-	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTESTS) -m quick $(ARGS)
+test-oldest: .venv-oldest/ready ## the same with the oldest versions that pyproject.toml accepts
+test-newest test-oldest: test-%:
+	OMP_NUM_THREADS=1 .venv-$*/bin/python $(PYTESTS) -m quick $(ARGS)
 
 test-versions: ## the quick tests with every torch that is supported, for an hour; writes docs/reports/versions.md
 	$(or $(PYTHON_ENV),$(PYTHON)) tests/support/versions_report.py $(ARGS)
@@ -58,7 +60,10 @@ clean: ## remove .venv, caches and build output
 	@.ci/setup
 
 .venv-newest/ready: pyproject.toml .ci/setup
-	@.ci/setup .venv-newest torch
+	@.ci/setup .venv-newest
+
+.venv-oldest/ready: pyproject.toml .ci/setup
+	@.ci/setup .venv-oldest --resolution lowest-direct
 
 check-environment:
 	@.ci/setup

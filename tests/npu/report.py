@@ -29,7 +29,7 @@ INTRODUCTION = f"""\
 # The Ascend kernels, without an Ascend device
 
 Written by `make test-npu`, which fails if a kernel differs from this description. It needs Linux on
-x86-64 and Python 3.10 or 3.11, and downloads the rest into the user's cache.
+x86-64 and Python 3.11, and downloads the rest into the user's cache.
 
 **No kernel here has run on an Ascend device.** Instead, {{launches}} launches of {{kernels}}
 kernels are captured from the host code and checked: narrow, odd, model-sized and huge shapes, three

@@ -1,10 +1,12 @@
-"""Train every model for a step, with the `liger` backend and with `fuse`, and write models.md.
+"""Train every model for a step, with the `liger` backend, with `fuse`, and with a fused LoRA, and
+write models.md.
 
     python tests/support/trained_models_report.py                   # all
     python tests/support/trained_models_report.py --missing         # those not in the document
     python tests/support/trained_models_report.py LlamaForCausalLM  # some of them, by name
     python tests/support/trained_models_report.py --part 1/2        # half of them, with --part 2/2
     python tests/support/trained_models_report.py --ways fuse       # one column alone
+    python tests/support/trained_models_report.py --document /tmp/models.md
 
 The document keeps its rows of other models and its columns of other ways, and is written after each
 model. Several parts can run at once.
@@ -34,8 +36,8 @@ from training_steps import MODES, NEAR, CannotTrain, Model, check, own_results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "models.md"
 EQUAL = fuse_steps.EQUAL
-FUSE = "fuse"
-WAYS = (*MODES, FUSE)
+FUSE, LORA = "fuse", "lora"
+WAYS = (*MODES, FUSE, LORA)
 NOT_RUN = "not run"
 
 INTRODUCTION = """\
@@ -62,7 +64,8 @@ The column "fuse" is of a fused model without a compiler, for the {combinations}
 the table below. As `fuse(model, verify=batch)` does, it compares the loss, every output and every
 gradient with the model's own: in float32 with a truth of float64, and in float64, where only its
 rounding may differ. "{equal}" means that all combinations are, "left" that nothing of the model is
-fused, and "not without fuse" that the model itself does not take the batch.
+fused, and "not without fuse" that the model itself does not take the batch. The column "lora" is of
+the same model with a LoRA of rank 4 on every linear layer, by peft, and `fuse(model, lora=True)`.
 
 {summary}
 
@@ -97,14 +100,14 @@ class Row:
         return set(self.results[: len(MODES)]) == {EQUAL}
 
 
-def rows() -> dict[str, Row]:
+def rows(path: Path = DOCUMENT) -> dict[str, Row]:
     """The rows of the document."""
     found = {}
-    for line in DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else ():
+    for line in path.read_text().splitlines() if path.exists() else ():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| ") and len(cells) > 1 + len(MODES) and cells[0] in MODELS:
             ops = Counter({op: int(count) for count, op in re.findall(r"(\d+) (\w+)", cells[1])})
-            results = [*cells[2:], NOT_RUN][: len(WAYS)]
+            results = [*cells[2:], *[NOT_RUN] * len(WAYS)][: len(WAYS)]
             found[cells[0]] = Row(ops, tuple(results))
     return found
 
@@ -113,8 +116,10 @@ def trained(model: Model, ways: list[str]) -> Row:
     """A row of which only the given ways are run."""
     ops: Counter[str] = Counter()
     results = dict.fromkeys(WAYS, NOT_RUN)
-    if FUSE in ways:
-        results[FUSE] = cell(fuse_steps.summary(fuse_steps.outcomes(model)))
+    for way in (FUSE, LORA):
+        if way in ways:
+            found = fuse_steps.outcomes(model, lora=way == LORA)
+            results[way] = cell(fuse_steps.summary(found))
     modes = [mode for mode in MODES if mode in ways]
     try:
         own = own_results(model) if modes else {}
@@ -164,7 +169,7 @@ def document(known: dict[str, Row]) -> str:
     )
     summary = (
         f"{len(known)} of {len(MODELS)} models were trained. {equal} are equal in all three ways"
-        f"\nof the backend; {wrong} are wrong in at least one way of four;"
+        f"\nof the backend; {wrong} are wrong in at least one way of five;"
         f" {len(known) - equal - compiled_wrong} cannot be trained"
         "\nor compiled in at least one way, with or without rewrites."
     )
@@ -175,7 +180,7 @@ def document(known: dict[str, Row]) -> str:
         near=NEAR,
         summary=summary,
         combinations=len(fuse_steps.COMBINATIONS),
-        by_combination=by_combination([row.results[-1] for row in known.values()]),
+        by_combination=by_combination([row.results[WAYS.index(FUSE)] for row in known.values()]),
         modes=" | ".join(WAYS),
         dashes=" | ".join("---" for _ in WAYS),
     )
@@ -185,9 +190,9 @@ def document(known: dict[str, Row]) -> str:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Within it, no other process reads and writes the document."""
-    with DOCUMENT.open("a") as file:
+    with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -200,10 +205,12 @@ def main() -> None:
         "--part", default="1/1", metavar="I/N", help="every Nth model, from the Ith"
     )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="the columns")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="by default models.md")
     arguments = parser.parse_args()
+    path = arguments.document
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
-    known = rows()
+    known = rows(path)
     names = arguments.names or [
         name for name in MODELS if not (arguments.missing and name in known)
     ]
@@ -211,10 +218,10 @@ def main() -> None:
     for name in names[part - 1 :: parts]:
         row = trained(MODELS[name], arguments.ways)
         print(name, row, sep=" | ", flush=True)
-        with locked():
-            known = rows()
+        with locked(path):
+            known = rows(path)
             known[name] = merged(known.get(name), row)
-            DOCUMENT.write_text(document(known))
+            path.write_text(document(known))
 
 
 if __name__ == "__main__":

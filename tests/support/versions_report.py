@@ -1,11 +1,14 @@
-"""Write docs/reports/versions.md: the tests with every version of torch that is supported.
+"""Write docs/reports/versions.md: the tests with every torch that is supported, and the training of
+every model with several versions of transformers.
 
     python tests/support/versions_report.py [--python 2.15=/path/to/python ...] [VERSION ...]
+    python tests/support/versions_report.py --models DOCUMENT
 
 Each version has an environment of its own, `.venv-VERSION`, which `.ci/setup` makes and which is
-removed after the tests. `--python` names an environment that is there already. The rows of other
-versions stay as they are. tests/project/test_versions.py compares the document, the README and
-pyproject.toml with `VERSIONS`.
+removed after the tests. `--python` names an environment that is there already. `--models` reads the
+counts of a document that `trained_models_report.py --document` wrote, and runs nothing. The rows of
+other versions stay as they are. tests/project/test_versions.py compares the document, the README
+and pyproject.toml with `VERSIONS`.
 """
 
 from __future__ import annotations
@@ -13,37 +16,50 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reports" / "versions.md"
 
-# What an environment needs beside its torch, which brings its triton.
+# Version of torch -> what makes its environment, as arguments of `uv pip install`. The oldest has
+# the lower bounds of pyproject.toml.
 VERSIONS: dict[str, tuple[str, ...]] = {
-    # The interpreter of triton 3.6 converts arrays of one dimension to numbers, which numpy 2.4
-    # refuses.
-    "2.11": ("numpy<2.4",),
-    "2.13": (),
-    "2.14": (),
-    "2.15": (),
+    "2.11": ("--resolution", "lowest-direct"),
+    "2.13": ("torch==2.13.*",),
+    "2.14": ("torch==2.14.*",),
+    "2.15": ("torch==2.15.*",),
 }
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "numpy")
 OUTCOMES = ("passed", "failed", "skipped")
+COUNTS = ("models", "backend equal", "`fuse` equal", "LoRA equal", "wrong or failed")
 TESTS = ("-m", "quick")
 
 INTRODUCTION = """\
-# Versions of PyTorch
+# Versions
 
-`make test-versions` wrote this table: it makes an environment for each torch, with the newest
-releases of all other packages, and runs `pytest {tests}` in it on a CPU. pyproject.toml accepts
-these versions of torch and no others. CI runs every test with torch 2.13, and these with the newest
-torch (`make test-newest`). An environment that is there already is tested with
+`make test-versions` wrote this table: it makes an environment for each torch and runs
+`pytest {tests}` in it on a CPU. The first row has the lower bounds of pyproject.toml, the others
+the newest releases of all other packages. pyproject.toml accepts these versions of torch and no
+others. CI runs every test with torch 2.13, and these with the newest releases
+(`make test-newest`) and with the lower bounds (`make test-oldest`). An environment that is there
+already is tested with
 `make test-versions ARGS="2.15 --python 2.15=/path/to/python"`.
+"""
+MODELS = """
+## Every model that can be trained
+
+The commands `python tests/support/trained_models_report.py --document /tmp/models.md` and
+`python tests/support/versions_report.py --models /tmp/models.md` wrote a row.
+[models.md](models.md) says how models are trained and compared, and has the results of each model.
+"equal", of the backend, is in all three ways, and of `fuse` for all batches; a model that is not
+equal cannot be trained, compiled or verified so, with or without this package, or is left whole.
 """
 
 
@@ -51,7 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {[*VERSIONS]}")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
+    parser.add_argument("--models", type=Path, metavar="DOCUMENT", help="read the counts of models")
     given = parser.parse_args()
+    if given.models is not None:
+        return add_models(given.models)
     there = dict(one.split("=", 1) for one in given.python)
     rows = recorded()
     failed = 0
@@ -60,7 +79,7 @@ def main() -> None:
         counts = tested(python)
         failed += counts["failed"]
         rows[version] = row(python, counts)
-        DOCUMENT.write_text(document(rows))
+        DOCUMENT.write_text(document(rows, recorded_models()))
         if version not in there:
             shutil.rmtree(ROOT / f".venv-{version}")
     sys.exit(failed > 0)
@@ -68,9 +87,7 @@ def main() -> None:
 
 def environment(version: str) -> str:
     folder = f".venv-{version}"
-    subprocess.run(
-        [".ci/setup", folder, f"torch=={version}.*", *VERSIONS[version]], cwd=ROOT, check=True
-    )
+    subprocess.run([".ci/setup", folder, *VERSIONS[version]], cwd=ROOT, check=True)
     return str(ROOT / folder / "bin" / "python")
 
 
@@ -109,11 +126,47 @@ def recorded() -> dict[str, str]:
     return {".".join(line.split()[1].split(".")[:2]): line for line in rows}
 
 
-def document(rows: dict[str, str]) -> str:
-    names = (*PACKAGES, *OUTCOMES, "date")
-    table = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    table += [rows[version] for version in VERSIONS if version in rows]
-    return INTRODUCTION.format(tests=" ".join(TESTS)) + "\n" + "\n".join(table) + "\n"
+def recorded_models() -> list[str]:
+    """The rows of models, the oldest transformers first."""
+    lines = DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else []
+    return [line for line in lines if line.startswith("| 5.")]
+
+
+def add_models(path: Path) -> None:
+    """Add a row with the counts of a document of `trained_models_report.py`."""
+    import trained_models_report as models
+
+    heading = r"^torch (\S+), transformers (\S+)\.$"
+    ((torch, transformers),) = re.findall(heading, path.read_text(), re.M)
+    known = [row.results for row in models.rows(path).values()]
+    backend = len(models.MODES)
+    counts = {
+        "models": len(known),
+        "backend equal": sum(set(one[:backend]) == {models.EQUAL} for one in known),
+        "`fuse` equal": sum(one[backend] == models.EQUAL for one in known),
+        "LoRA equal": sum(one[backend + 1] == models.EQUAL for one in known),
+        "wrong or failed": sum("**" in " ".join(one) for one in known),
+    }
+    assert tuple(counts) == COUNTS
+    new = [transformers, torch, *map(str, counts.values()), str(datetime.date.today())]
+    others = [one for one in recorded_models() if one.split()[1] != transformers]
+    rows = sorted([*others, f"| {' | '.join(new)} |"], key=lambda row: row.split()[1].split("."))
+    DOCUMENT.write_text(document(recorded(), rows))
+
+
+def document(rows: dict[str, str], models: Sequence[str]) -> str:
+    tests = [rows[version] for version in VERSIONS if version in rows]
+    return (
+        INTRODUCTION.format(tests=" ".join(TESTS))
+        + table((*PACKAGES, *OUTCOMES, "date"), tests)
+        + MODELS
+        + table(("transformers", "torch", *COUNTS, "date"), models)
+    )
+
+
+def table(names: Sequence[str], rows: Sequence[str]) -> str:
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows]
+    return "\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

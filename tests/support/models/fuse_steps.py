@@ -91,13 +91,20 @@ COMBINATIONS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
 }
 
 
-def outcomes(model: Model) -> dict[str, str]:
-    """What each combination gives: one of OUTCOMES, and the reason."""
+def outcomes(model: Model, lora: bool = False) -> dict[str, str]:
+    """What each combination gives: one of OUTCOMES, and the reason. With `lora`, every linear
+    layer has a LoRA, and is fused with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = randomized(model.build())
+        made = model.build()
+        if lora:
+            try:
+                made = adapted(made)
+            except Exception as error:
+                return dict.fromkeys(COMBINATIONS, f"{NOT_TAKEN}: {one_line(error)}")
+        made = randomized(made)
         try:
-            report = fuse(made)
+            report = fuse(made, lora=lora)
         except Exception as error:
             return dict.fromkeys(COMBINATIONS, f"{FAILS}: {one_line(error)}")
         if not len(report):
@@ -107,6 +114,13 @@ def outcomes(model: Model) -> dict[str, str]:
             torch.manual_seed(0)
             found[name] = _outcome(made, checkpointed, batch, model.batch())
         return found
+
+
+def adapted(model: Any) -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")
+    return peft.get_peft_model(model, config)
 
 
 def _outcome(made: Any, checkpointed: bool, changed: Callable[[Batch], Batch], batch: Batch) -> str:
