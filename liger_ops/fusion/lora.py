@@ -28,6 +28,7 @@ from .loss.head import obstacle_beside
 from .loss.lora import LAYER, adapters_of
 from .planning import Plan
 from .probing import NotAnOp, Probes
+from .versions import read
 
 KIND = "lora"
 # Attribute of a fused layer's class: a function of the layer, in the place of a call.
@@ -192,7 +193,9 @@ def _fits(layer: Any, x: Tensor, lora: Lora) -> bool:
     a, b, weight = lora.a.dtype, lora.b.dtype, lora.weight.dtype
     if not (x.dtype is weight and a is b):
         return False
-    return a is weight or (torch.promote_types(a, weight) is a and layer.cast_input_dtype_enabled)
+    return a is weight or (
+        torch.promote_types(a, weight) is a and read(layer, "cast_input_dtype_enabled")
+    )
 
 
 def _check(layer: Any) -> None:

@@ -27,6 +27,7 @@ from .. import classes
 from ..layers.rebinding import global_names
 from ..planning import Plan
 from ..probing import NotAnOp
+from ..versions import read
 from .attention_function import attention_function
 from .attention_mask import mask_function
 from .attention_positions import CAUSAL, makes_positions, of_own_positions
@@ -142,7 +143,7 @@ def _source(module: Any) -> tuple[str, str]:
         raise NotAnOp(f"its attention implementation is {implementation!r}")
     if implementation == "eager" and cls._supports_sdpa:
         raise NotAnOp("its attention implementation is 'eager', which is not its default")
-    if not getattr(cls, "_supports_flex_attn", False):
+    if not read(cls, "_supports_flex_attn"):
         raise NotAnOp("its class does not support flex_attention")
     if len({parameter.device for parameter in module.parameters()}) > 1:
         raise NotAnOp("its parameters are on several devices, and a block mask is on one")
@@ -179,7 +180,7 @@ def _check_code(cls: Any) -> None:
 
 
 def _check_config(config: Any) -> None:
-    if getattr(config, "output_attentions", False):
+    if read(config, "output_attentions"):
         raise NotAnOp("its configuration has output_attentions=True")
     for name in OBSTACLES:
         if getattr(config, name, None):

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...rewrites.attention import flex_attention
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...torch_private import has_triton
+from ..versions import read
 from .attention_blocks import Blocks, MaskFunction, block_mask
 
 # Makes block masks on any device and in any dtype, for tests.
@@ -48,7 +49,7 @@ def mask_function(
             if size is None or given["kv_length"] < size:
                 return None if causal_is_none else _blocks(given, _causal)
             config = given.get("config")
-            if config is not None and getattr(config, "attention_chunk_size", None) is None:
+            if config is not None and read(config, "attention_chunk_size") is None:
                 made = _blocks(given, _sliding(size))
                 made.window = size
                 return made

@@ -21,6 +21,7 @@ from called_ops import called
 from gated_modules import HIDDEN, NO_OP, WIDTH
 from graphs import Recorder, liger_ops_of
 from liger_ops import fuse, unfuse
+from liger_ops.fusion import versions
 from liger_ops.integrations import transformers as by_name
 
 
@@ -208,6 +209,16 @@ def test_parameters_that_are_computed() -> None:
     assert ops == {"moe_experts_forward": 1}
     module.config._experts_implementation = "eager"
     torch.testing.assert_close(y, module(*given))
+
+
+def test_attributes_that_only_some_versions_have() -> None:
+    """transformers 5.17 has no has_post_expert_norm."""
+    module, given = experts(), tokens()
+    expected = module(*given)
+    for name in versions.DEFAULTS.keys() & vars(module).keys() - {"config", "num_experts"}:
+        delattr(module, name)
+    assert fuse(module).counts() == {"moe_experts": 1}
+    torch.testing.assert_close(module(*given), expected)
 
 
 def left_reason(module: nn.Module) -> str:

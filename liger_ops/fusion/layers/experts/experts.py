@@ -25,6 +25,7 @@ from ....ops.experts.moe_experts import moe_experts
 from ... import classes, sharding, tensor_parallel
 from ...planning import Plan
 from ...probing import NotAnOp
+from ...versions import read
 from ..gated import Gated
 from ..installed import Facts, arranging, methods_of
 from ..kind import obstacle, parameter_obstacle
@@ -74,7 +75,7 @@ class Experts(Gated):
         return None
 
     def found(self, module: nn.Module) -> Facts:
-        if getattr(module, "has_gate", True):
+        if read(module, "has_gate"):
             return super().found(module)
         activation = _Activation(module)
         trace = ModuleTrace(activation, (), self.method)
@@ -186,7 +187,7 @@ def _looks_up(cls: Any) -> bool:
 
 def _left(module: Any) -> str | None:
     """Why the products of a module's experts are left, or None."""
-    if getattr(module, "has_post_expert_norm", False):
+    if read(module, "has_post_expert_norm"):
         return "its experts have a norm after them (has_post_expert_norm)"
     if _implementation(module) not in REPLACED:
         return f"its experts_implementation is {_implementation(module)!r}"
@@ -201,11 +202,11 @@ def _left(module: Any) -> str | None:
 
 
 def _names(module: Any) -> tuple[str, ...]:
-    return WEIGHTS if module.has_gate else UNGATED
+    return WEIGHTS if read(module, "has_gate") else UNGATED
 
 
 def _implementation(module: Any) -> Any:
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return read(read(module, "config"), "_experts_implementation")
 
 
 def _has_method(module: nn.Module, name: str) -> bool:
@@ -240,22 +241,22 @@ def experts(
     `grouped_mm` computes in the dtype of the weights, also under autocast; `batched_mm`, and the op
     by its own name, in autocast's.
     """
-    implementation = module.config._experts_implementation
+    implementation = _implementation(module)
     gate_up, down, gate_up_bias, down_bias = (
         getattr(module, name, None) for name in _names(module)
     )
     given = (gate_up, down, gate_up_bias, down_bias, *options.values())
     tensors = [one for one in given if isinstance(one, Tensor)]
     if (
-        implementation not in REPLACED or module.has_post_expert_norm
-        or module.has_gate is (options["activation"] == "relu_squared")
+        implementation not in REPLACED or read(module, "has_post_expert_norm")
+        or read(module, "has_gate") is (options["activation"] == "relu_squared")
         or gate_up is None or down is None or not all(type(one) in PLAIN for one in tensors)
         or x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape
     ):  # fmt: skip
         return None
-    if module.is_transposed:
+    if read(module, "is_transposed"):
         gate_up, down = gate_up.mT, down.mT
-    if not module.has_bias:
+    if not read(module, "has_bias"):
         gate_up_bias = down_bias = None
     is_autocast = torch.is_autocast_enabled(x.device.type)
     if is_autocast and implementation != GROUPED:

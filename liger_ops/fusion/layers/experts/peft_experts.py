@@ -15,6 +15,7 @@ from ... import classes
 from ...assumptions import say_once
 from ...gather_hooks import has_hooks
 from ...sharding import is_held_by_fsdp
+from ...versions import read
 
 NAME = "experts with LoRA"
 # The method of fused experts that takes arguments of moe_experts for LoRAs, then those of forward.
@@ -83,7 +84,8 @@ def _obstacle(one: Any, experts: Any, names: list[str]) -> str | None:
         return f"{parameter} has a LoRA"
     if len(names) > 1:
         return f"{parameter} has several active adapters: {', '.join(names)}"
-    if one.num_experts == 1 or one._did_swap_in_out_features is experts.is_transposed:
+    is_swapped = read(one, "_did_swap_in_out_features")
+    if read(one, "num_experts") == 1 or is_swapped is read(experts, "is_transposed"):
         return f"the LoRA of {parameter} is not one of experts in the layout of its weights"
     layers = [part[name] for name in names for part in (one.lora_A, one.lora_B)]
     if any(type(of.weight) is not nn.Parameter and not is_held_by_fsdp(of) for of in layers):
