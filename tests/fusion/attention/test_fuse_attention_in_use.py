@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,8 @@ def test_names_of_two_codes_differ() -> None:
     assert not any("flash" in name for name in names)
 
 
+# transformers 5.24 gave the argument another name.
+CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 POSITIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "consecutive": (lambda x: torch.arange(x.shape[1])[None], ("input_ids", "inputs_embeds")),
     "after a prompt": (lambda x: torch.arange(x.shape[1])[None] + 7, attention_positions.INPUTS),
@@ -232,7 +235,7 @@ def test_positions_that_a_model_makes(name: str) -> None:
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = make(embeds[..., 0] if input_ids is None else input_ids)
-        options = {"attention_mask": None, "past_key_values": None}
+        options = {"attention_mask": None, CACHE: None}
         return create_causal_mask(self.config, embeds, position_ids=position_ids, **options)
 
     body = model("llama").model
