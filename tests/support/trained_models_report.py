@@ -21,7 +21,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,8 +64,9 @@ The column "fuse" is of a fused model without a compiler, for the {combinations}
 the table below. As `fuse(model, verify=batch)` does, it compares the loss, every output and every
 gradient with the model's own: in float32 with a truth of float64, and in float64, where only its
 rounding may differ. "{equal}" means that all combinations are, "left" that nothing of the model is
-fused, and "not without fuse" that the model itself does not take the batch. The column "lora" is of
-the same model with a LoRA of rank 4 on every linear layer, by peft, and `fuse(model, lora=True)`.
+fused, and "not without fuse" that the model itself does not take the batch. A column "lora", if
+there is one, is of the same model with a LoRA of rank 4 on every linear layer, by peft, and
+`fuse(model, lora=True)`, for {adapted}.
 
 {summary}
 
@@ -162,6 +163,8 @@ def by_combination(cells: list[str]) -> str:
 
 def document(known: dict[str, Row]) -> str:
     known = {name: known[name] for name in sorted(known)}
+    adapted = any(row.results[-1] != NOT_RUN for row in known.values())
+    ways = WAYS if adapted else WAYS[:-1]
     equal = sum(row.equal for row in known.values())
     wrong = sum("**" in str(row) for row in known.values())
     compiled_wrong = sum(
@@ -169,7 +172,7 @@ def document(known: dict[str, Row]) -> str:
     )
     summary = (
         f"{len(known)} of {len(MODELS)} models were trained. {equal} are equal in all three ways"
-        f"\nof the backend; {wrong} are wrong in at least one way of five;"
+        f"\nof the backend; {wrong} are wrong in at least one way of {len(ways)};"
         f" {len(known) - equal - compiled_wrong} cannot be trained"
         "\nor compiled in at least one way, with or without rewrites."
     )
@@ -181,10 +184,12 @@ def document(known: dict[str, Row]) -> str:
         summary=summary,
         combinations=len(fuse_steps.COMBINATIONS),
         by_combination=by_combination([row.results[WAYS.index(FUSE)] for row in known.values()]),
-        modes=" | ".join(WAYS),
-        dashes=" | ".join("---" for _ in WAYS),
+        adapted=" and ".join(fuse_steps.ADAPTED),
+        modes=" | ".join(ways),
+        dashes=" | ".join("---" for _ in ways),
     )
-    table = "".join(f"| {name} | {row} |\n" for name, row in known.items())
+    shown = {name: replace(row, results=row.results[: len(ways)]) for name, row in known.items()}
+    table = "".join(f"| {name} | {row} |\n" for name, row in shown.items())
     left = "".join(f"- {name}: {reason}.\n" for name, reason in sorted(LEFT_OUT.items()))
     return introduction + table + LEFT + left
 
