@@ -188,7 +188,7 @@ def _hooked() -> bool:
     """Whether hooks, such as a profiler's, are set, which only Triton's own launch calls."""
     runtime = triton.knobs.runtime
     # From Triton 3.7 on, every launch asks it for a part of its key.
-    if "add_stages_inspection_hook" in vars(runtime):
+    if vars(runtime).get("add_stages_inspection_hook") is not None:
         return True
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

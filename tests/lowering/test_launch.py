@@ -160,6 +160,8 @@ def test_a_launch_under_a_hook_is_left_to_triton(hook: str) -> None:
             knobs.runtime.add_stages_inspection_hook = called
             run(kernel)
             run(kernel)
+            knobs.runtime.add_stages_inspection_hook = None
+            assert not launching._hooked()
     else:
         of_kernel = hook == "pre_run"
         hooks = kernel.pre_run_hooks if of_kernel else getattr(knobs.runtime, f"{hook}_hook").calls

@@ -68,6 +68,7 @@ FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": 
 # What packages with kernels for GPUs alone require.
 FOR_GPUS = {"triton": "Triton", "nvidia-cutlass-dsl": "CUTLASS"}
 UNCOMPILED = ("eager", "fused", "liger-kernel")
+COMPILED_FIRST = "runs, compiled first: a minute or more if nothing is cached ..."
 WARM_UP = 4
 # bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
@@ -109,10 +110,8 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
         if way == "liger-kernel" and (lacking := lacks(way, on_gpu)):
             print(f"{way:14} {lacking}", flush=True)
             continue
-        first = (
-            "" if way in UNCOMPILED else ", compiled first: a minute or more if nothing is cached"
-        )
-        print(f"{way:14} runs{first} ...", file=sys.stderr, flush=True)
+        told = "runs ..." if way in UNCOMPILED else COMPILED_FIRST
+        print(f"{way:14} {told}", file=sys.stderr, flush=True)
         result = results[way] = in_a_fresh_process(way, options)
         wrong = "error" in result or differs(result, results.get("eager"))
         right |= {} if wrong else {way: result}
