@@ -7,10 +7,12 @@ Triton, so any surprise hands this and all later launches back to Triton.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,20 +21,21 @@ from torch import Tensor
 from triton.runtime import driver
 
 # The versions of Triton that this was run with on a GPU. Others launch their kernels themselves.
-VERSIONS = ("3.6",)
+VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 
 # The key holds every number, so each batch size has an entry of its own.
 MOST_COMPILED = 4096
 # Bytes. Triton specialises a kernel on pointers that are multiples of 16.
 ALIGNMENT = 64
 
-# What only Triton's launcher does.
+# What only Triton's launcher does: it also asks for shared memory above a limit in its own way.
 BY_TRITON_ALONE = (
-    *("launch_pdl", "launch_cooperative_grid"),
+    *("launch_pdl", "launch_cooperative_grid", "instrumentation_mode"),
     *("global_scratch_size", "profile_scratch_size"),
 )
-# Triton's types of arguments -> how PyTorch's launcher names them.
-LETTERS = {"*": "O", "i32": "i", "i64": "l", "fp32": "f"}
+MOST_SHARED_MEMORY = 228 * 1024
+# Triton's types of arguments -> how PyTorch's launcher names them, and their bits in PTX.
+LETTERS = {"*": ("O", "64"), "i32": ("i", "32"), "i64": ("l", "64"), "fp32": ("f", "32")}
 
 
 class Compiled(NamedTuple):
@@ -57,17 +60,25 @@ class Compiled(NamedTuple):
             warps, blocks, shared = kernel.packed_metadata
             others = [getattr(kernel.metadata, name) for name in BY_TRITON_ALONE]
             kinds = ["*" if kind[0] == "*" else kind for kind in kernel.src.signature.values()]
-        except (AttributeError, ValueError):
+            given = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+            # Two more are Triton's own memory, which these kernels do not use.
+            passed = [LETTERS[kinds[i]] for i in given] + [LETTERS["*"]] * 2
+            is_known = [bits for _, bits in passed] == _parameters(kernel.asm["ptx"])
+        except (AttributeError, KeyError, ValueError):
             return None
-        given = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
         # It multiplies the sizes of the grid as int32.
-        is_known = all(kinds[i] in LETTERS for i in given) and math.prod(self.grid) < 2**31
+        is_known &= math.prod(self.grid) < 2**31 and shared <= MOST_SHARED_MEMORY
         if any(others) or blocks != 1 or not is_known or not has("StaticCudaLauncher"):
             return None
-        # Two more are Triton's own memory, which these kernels do not use.
-        letters = "".join([LETTERS[kinds[i]] for i in given]) + LETTERS["*"] * 2
+        letters = "".join([letter for letter, _ in passed])
         launch = StaticCudaLauncher._launch_kernel
         return partial(launch, kernel.function, *self.grid, warps, shared, letters), given
+
+
+def _parameters(ptx: str) -> list[str]:
+    """The bits of each parameter of a compiled kernel."""
+    start = ptx.index(".entry")
+    return re.findall(r"\.param \.[a-z](\d+)", ptx[start : ptx.index(")", start)])
 
 
 # What was compiled, by `_key`.
@@ -89,8 +100,25 @@ def was_run_with(version: str) -> bool:
     return version.split(".")[:2] in [known.split(".") for known in VERSIONS]
 
 
+def is_launched_so() -> bool:
+    """Whether Triton passes to its launcher what `Compiled.launch` does, in the same order."""
+    seen: list[Any] = []
+    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    kernel = SimpleNamespace(
+        function=4, packed_metadata=5, run=lambda *passed: seen.append(passed),
+        launch_metadata=lambda *args: None, _init_handles=lambda: None,
+    )  # fmt: skip
+    try:
+        triton.compiler.CompiledKernel.__getitem__(kernel, (1, 2, 3))(6, 7, stream=8)
+        Compiled(kernel, (1, 2, 3), []).launch([6, 7], 8)
+    except Exception:
+        return False
+    tritons, ours = seen
+    return tuple(None if any(x is hook for hook in hooks) else x for x in tritons) == ours
+
+
 # AMD's backend also specialises on the sizes of tensors, which the key does not hold.
-_direct = was_run_with(triton.__version__) and not torch.version.hip
+_direct = was_run_with(triton.__version__) and is_launched_so() and not torch.version.hip
 
 
 def launch_compiled(
@@ -118,6 +146,9 @@ def launch_compiled(
         return
     try:
         others = [constants[name] for name in kernel.arg_names[len(args) :]]
+        # Triton's launcher may read as many arguments without counting them.
+        if [*compiled.src.signature] != [*kernel.arg_names]:
+            raise TypeError(f"{compiled.src.signature} are other parameters than the kernel's")
     except Exception as surprise:
         _leave_to_triton(surprise)
         return
@@ -156,6 +187,9 @@ def _settings() -> tuple[Any, ...]:
 def _hooked() -> bool:
     """Whether hooks, such as a profiler's, are set, which only Triton's own launch calls."""
     runtime = triton.knobs.runtime
+    # From Triton 3.7 on, every launch asks it for a part of its key.
+    if vars(runtime).get("add_stages_inspection_hook") is not None:
+        return True
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

@@ -76,8 +76,10 @@ class Computation(NamedTuple):
 
 class Launch(NamedTuple):
     """A compiled kernel; `places` are the indices of arguments that are addresses, the indices of
-    their tensors, and the bytes between a tensor's start and the address. `hooks` are Triton's."""
+    their tensors, and the bytes between a tensor's start and the address. `hooks` are Triton's.
+    The code is loaded while `kernel` lives: Triton 3.8 and later unload it with the kernel."""
 
+    kernel: Any
     hooks: list[Any]
     launch: Callable[[Sequence[Any], int], None]
     args: list[Any]
@@ -206,7 +208,8 @@ class Recorder(TorchDispatchMode):
             position = {i: n for n, i in enumerate(taken)}
             passed = [*(passed[i] for i in taken), None, None]
             places = [(position[i], *place) for i, *place in places]
-        self.steps.append(Launch(kernel.pre_run_hooks, launch, passed, places))
+        step = Launch(compiled.kernel, kernel.pre_run_hooks, launch, passed, places)
+        self.steps.append(step)
 
     def recording(self, returned: Any) -> Recording | None:
         """The call, which returned this, or None if it cannot be replayed."""

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import jit
 
 import liger_ops
+from liger_ops import torch_private
 from liger_ops.lowering.cuda import compiled as launching
 from liger_ops.lowering.cuda.launch import launch
 from op_under_test import DEVICE
@@ -23,10 +26,20 @@ from op_under_test import DEVICE
 STREAM = 7
 
 
+ARGUMENTS = ("x_ptr", "y_ptr", "M", "scale", "FLAG", "BLOCK")
+
+
+def stand_in(run: Any, *function: int, parameters: tuple[str, ...] = ARGUMENTS) -> Any:
+    """A stand-in for what Triton compiled."""
+    given = dict(zip(("function",), function, strict=False))
+    source = SimpleNamespace(signature=dict.fromkeys(parameters, "i32"))
+    return SimpleNamespace(run=run, packed_metadata=(4,), src=source, **given)
+
+
 class Kernel:
     """A stand-in for a Triton kernel that records what it compiles and what is launched."""
 
-    arg_names = ("x_ptr", "y_ptr", "M", "scale", "FLAG", "BLOCK")
+    arg_names = ARGUMENTS
 
     def __init__(self, compiles: bool = True) -> None:
         self.fn = lambda: None
@@ -34,7 +47,7 @@ class Kernel:
         self.compiles = compiles
         self.compiled: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
-        self.result = SimpleNamespace(run=self.launch, function=1, packed_metadata=(4,))
+        self.result = stand_in(self.launch, 1)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*args: Any, **constants: Any) -> Any:
@@ -137,18 +150,25 @@ def test_a_setting_of_tritons_is_compiled_for() -> None:
     assert len(kernel.launched) == 1
 
 
-@pytest.mark.parametrize("hook", ("pre_run", "launch_enter", "launch_exit"))
+@pytest.mark.parametrize("hook", ("pre_run", "launch_enter", "launch_exit", "add_stages"))
 def test_a_launch_under_a_hook_is_left_to_triton(hook: str) -> None:
     kernel = Kernel()
     run(kernel)
-    if hook == "pre_run":
-        hooks = kernel.pre_run_hooks
+    called = lambda *args, **kwargs: None
+    if hook == "add_stages":
+        with knobs.runtime.scope():
+            knobs.runtime.add_stages_inspection_hook = called
+            run(kernel)
+            run(kernel)
+            knobs.runtime.add_stages_inspection_hook = None
+            assert not launching._hooked()
     else:
-        hooks = getattr(knobs.runtime, f"{hook}_hook").calls
-    hooks.append(lambda *args, **kwargs: None)
-    run(kernel)
-    run(kernel)
-    hooks.pop()
+        of_kernel = hook == "pre_run"
+        hooks = kernel.pre_run_hooks if of_kernel else getattr(knobs.runtime, f"{hook}_hook").calls
+        hooks.append(called)
+        run(kernel)
+        run(kernel)
+        hooks.pop()
     assert not kernel.launched
     assert len(kernel.compiled) == 3
     run(kernel)
@@ -164,11 +184,11 @@ def test_the_interpreter_compiles_nothing() -> None:
 
 
 SURPRISES: dict[str, tuple[str, Any]] = {
-    "no compiled function": ("compiled", SimpleNamespace(run=None, packed_metadata=(4,))),
-    "another signature": (
-        "compiled",
-        SimpleNamespace(run=lambda grid, stream: None, function=1, packed_metadata=(4,)),
-    ),
+    "no compiled function": ("compiled", stand_in(None)),
+    "another signature": ("compiled", stand_in(lambda grid, stream: None, 1)),
+    "fewer parameters": ("compiled", stand_in(print, 1, parameters=ARGUMENTS[:-1])),
+    "parameters in another order": ("compiled", stand_in(print, 1, parameters=ARGUMENTS[::-1])),
+    "no source": ("compiled", SimpleNamespace(run=print, function=1, packed_metadata=(4,))),
     "no stream": ("driver", SimpleNamespace()),
     "no settings": ("triton", SimpleNamespace(__version__="9.9.0")),
     "no names of arguments": ("arg_names", None),
@@ -200,8 +220,8 @@ def test_any_surprise_leaves_all_launches_to_triton(
 def test_versions_that_were_not_run_with_are_left_to_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert launching.was_run_with("3.6.0") and launching.was_run_with("3.6.1+rocm7")
-    assert not any(map(launching.was_run_with, ("3.5.1", "3.60.0", "3.7.0", "4.0", "main")))
+    assert all(map(launching.was_run_with, ("3.6.0", "3.6.1+rocm7", "3.7.1", "3.8.0", "3.9.0")))
+    assert not any(map(launching.was_run_with, ("3.5.1", "3.60.0", "3.10.0", "4.0", "main")))
     monkeypatch.setattr(launching, "_direct", False)
     kernel = Kernel()
     run(kernel)
@@ -216,12 +236,8 @@ def two_vectors(x_ptr, y_ptr, M, scale, FLAG, BLOCK: tl.constexpr):
 def test_the_installed_triton_passes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch from here passes the same arguments as Triton's own, in the same order."""
     seen: list[tuple[Any, ...]] = []
-    compiled = SimpleNamespace(
-        run=lambda *passed: seen.append(passed),
-        function=1,
-        packed_metadata=(4,),
-        launch_metadata=lambda *args: None,
-    )
+    compiled = stand_in(lambda *passed: seen.append(passed), 1)
+    compiled.launch_metadata = lambda *args: None
     active = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: STREAM,
@@ -238,6 +254,102 @@ def test_the_installed_triton_passes_the_same(monkeypatch: pytest.MonkeyPatch) -
     arguments = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in seen[0][9:]]
     assert [type(arg) for arg in ours[9:]] == [type(arg) for arg in arguments]
     assert list(ours[11:]) == arguments[2:]
+
+
+@pytest.mark.parametrize("other", ("order", "count", "keywords", "name"))
+def test_another_way_of_launching_is_noticed(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the installed Triton passes to a launcher is what a launch from here passes."""
+    assert launching.is_launched_so()
+
+    def launch(self: Any, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, stream: Any = None) -> None:
+            passed = (*grid, stream, self.function, self.packed_metadata, None, None, None, *args)
+            if other == "order":
+                self.run(*passed[3:], *grid)
+            elif other == "count":
+                self.run(*passed[:-2], args)
+            elif other == "keywords":
+                self.run(*passed[:3], *passed[4:], stream=stream)
+            else:
+                self.launch(*passed)
+
+        return run
+
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "__getitem__", launch)
+    assert not launching.is_launched_so()
+
+
+def shifted(x_ptr, y_ptr, w_ptr, M, N, one, scale, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < M, other=0.0)
+    if w_ptr is not None:
+        x += tl.load(w_ptr + i)
+    tl.store(y_ptr + i, x * scale + N, mask=i < M * one)
+
+
+def compile_shifted(**options: Any) -> Any:
+    kinds = ("*bf16", "*fp32", "constexpr", "i32", "i64", "constexpr", "fp32", "constexpr")
+    kernel: Any = jit.JITFunction(shifted)
+    signature = dict(zip(kernel.arg_names, kinds, strict=True))
+    source = ASTSource(kernel, signature, {"w_ptr": None, "one": 1, "BLOCK": 128})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def test_the_installed_triton_compiles_what_pytorch_launches() -> None:
+    """The parameters that are passed, and their types, are those of the compiled code."""
+    kernel = compile_shifted(num_warps=8)
+    kernel.function = 5
+    assert [*kernel.src.signature] == [*kernel.src.fn.arg_names]
+    launch = launching.Compiled(kernel, (3, 2, 1), []).by_pytorch()
+    if torch_private.has("StaticCudaLauncher"):
+        assert launch is not None and launch[1] == [0, 1, 3, 4, 6]
+        assert launch[0].args == (5, 3, 2, 1, 8, 0, "OOilfOO")
+    else:
+        assert launch is None
+    dependent = compile_shifted(launch_pdl=True)
+    assert launching.Compiled(dependent, (3, 2, 1), []).by_pytorch() is None
+
+
+ENTRY = (
+    ".visible .entry f(\n  .param .u64 .ptr .global .align 1 f_param_0,\n  .param .u32 f_param_1"
+)
+OWN = ",\n  .param .u64 .ptr .global .align 1 f_param_2,\n  .param .u64 f_param_3"
+METADATA = dict.fromkeys(launching.BY_TRITON_ALONE, 0)
+LAUNCHED: dict[str, dict[str, Any]] = {
+    "parameters of another size": {"signature": {"x": "*fp32", "M": "i64"}},
+    "a type that is not known": {"signature": {"x": "*fp32", "M": "u1"}},
+    "a tuple": {"signature": {"x": "*fp32", "M": ("i32", "i32")}},
+    "fewer parameters": {"asm": {"ptx": ENTRY + ")"}},
+    "more parameters": {"asm": {"ptx": ENTRY + OWN + OWN + ")"}},
+    "no code": {"asm": {}},
+    "a cluster": {"packed_metadata": (4, 2, 0)},
+    "more in the metadata": {"packed_metadata": (4, 1, 0, 1)},
+    "much shared memory": {"packed_metadata": (4, 1, 229 * 1024)},
+    "a large grid": {"grid": (2**16, 2**15, 1)},
+    **{name: {"metadata": METADATA | {name: 1}} for name in METADATA},
+    "no metadata": {"metadata": {}},
+}
+
+
+@pytest.mark.parametrize("change", LAUNCHED.values(), ids=LAUNCHED.keys())
+def test_pytorch_launches_no_other_kernels(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = SimpleNamespace(_launch_kernel=print)
+    monkeypatch.setitem(torch_private.__dict__, "StaticCudaLauncher", launcher)
+
+    def by_pytorch(grid: tuple[int, ...] = (1, 1, 1), **changes: Any) -> Any:
+        given = {
+            "signature": {"x": "*fp32", "M": "i32"}, "asm": {"ptx": ENTRY + OWN + ")"},
+            "packed_metadata": (4, 1, 0), "metadata": METADATA, "function": 5, **changes,
+        }  # fmt: skip
+        source = SimpleNamespace(signature=given.pop("signature"))
+        metadata = SimpleNamespace(**given.pop("metadata"))
+        kernel = SimpleNamespace(src=source, metadata=metadata, **given)
+        return launching.Compiled(kernel, grid, []).by_pytorch()
+
+    assert by_pytorch() is not None
+    assert by_pytorch(**change) is None
 
 
 def test_forms_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ launch passes.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -22,8 +25,9 @@ from triton import knobs
 import liger_ops
 from liger_ops import library, torch_private
 from liger_ops.lowering.cuda import compiled, replay
+from liger_ops.lowering.cuda.activations import gated
 from liger_ops.lowering.cuda.embedded import traced_launches
-from liger_ops.lowering.cuda.replay import Recorder, Replays
+from liger_ops.lowering.cuda.replay import Launch, Recorder, Recording, Replays
 from op_checks import as_tuple
 from op_table import OPS
 from op_under_test import DEVICE, OpUnderTest
@@ -43,10 +47,14 @@ class Interpreted:
         names = kernel.arg_names[len(args) :]
         options = {name: value for name, value in constants.items() if name not in names}
         self.launch = lambda *passed: interpret(kernel, grid, *passed, **options)
-        self.args, self.function = args, self
+        self.args, self.function = args, id(self)
+        LOADED[self.function] = self
         self.all = [*args, *(constants[name] for name in names)]
         kinds = [KINDS.get(type(arg), "constexpr") for arg in self.all]
-        self.src = SimpleNamespace(signature=dict(enumerate(kinds)))
+        self.src = SimpleNamespace(signature=dict(zip(kernel.arg_names, kinds, strict=True)))
+        bits = [BITS.get(kind, 64) for kind in [*kinds, "*", "*"] if kind != "constexpr"]
+        parameters = ", ".join(f".param .u{bit} p" for bit in bits)
+        self.asm = {"ptx": f".entry p({parameters})"}
         others = dict.fromkeys(compiled.BY_TRITON_ALONE, False)
         # As a GPU that launches dependent kernels has it.
         others["launch_pdl"] = "DEPENDENT" in constants
@@ -62,9 +70,11 @@ class Interpreted:
             ]
             self.launch(*tensors, *values[len(tensors) :])
 
-    def by_pytorch(self, x: int, y: int, z: int, warps: int, shared: int, *given: Any) -> None:
-        letters, passed, _ = given
-        values, kinds = [*self.all], self.src.signature.items()
+    @staticmethod
+    def by_pytorch(function: int, x: int, y: int, z: int, *given: Any) -> None:
+        _warps, _shared, letters, passed, _stream = given
+        self = LOADED[function]
+        values, kinds = [*self.all], enumerate(self.src.signature.values())
         assert passed[-2:] == (None, None) and len(letters) == len(passed)
         taken = [i for i, kind in kinds if kind != "constexpr"]
         for i, value in zip(taken, passed[:-2], strict=True):
@@ -72,6 +82,10 @@ class Interpreted:
         self.run(*range(9), *values)
 
 
+# Handles of compiled kernels. As with Triton 3.8, the code of a kernel is unloaded with the kernel.
+LOADED: WeakValueDictionary[int, Interpreted] = WeakValueDictionary()
+
+BITS = {"i32": 32, "fp32": 32}
 # Triton's types of what a launch passes.
 KINDS: dict[type, str] = {Tensor: "*fp32", torch.nn.Parameter: "*fp32", int: "i32", float: "fp32"}
 
@@ -297,6 +311,23 @@ def test_a_recording_does_not_keep_what_a_call_frees(monkeypatch: pytest.MonkeyP
         library.OPS[op.name].kernels["cuda"](*op.forward_args(case, op.tensors(case)))
     assert calls is not None and list(calls.known.values()) == [False]
     assert held[-1] == 0
+
+
+def test_a_recording_keeps_the_code_of_its_kernels(checked: list[str]) -> None:
+    """Triton's and our own records of compiled kernels may be cleared between two replays."""
+    run, calls = library.OPS["swiglu"].kernels["cuda"], replays("swiglu")
+    x = torch.randn(4, 32, device=DEVICE)
+    expected = [run(x, x) for _ in range(2)][-1]
+    assert calls is not None
+    (recording,) = calls.known.values()
+    assert isinstance(recording, Recording) and len(checked) == 2
+    launched = [step for step in recording.steps if isinstance(step, Launch)]
+    # By PyTorch's launcher, which is given the handle of the code alone.
+    assert launched and all(isinstance(step.launch, partial) for step in launched)
+    compiled._COMPILED.clear()
+    getattr(gated._gated_kernel, "device_caches", {}).clear()
+    gc.collect()
+    assert torch.equal(run(x, x), expected) and len(checked) == 2
 
 
 def test_nothing_is_replayed_while_launches_are_traced() -> None:

@@ -23,13 +23,14 @@ exit status is 1 if there is such a way, or one that fails.
     liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU a small model runs on the CPU, whose
-figures say nothing of a GPU, and the exit status is 2.
+figures say nothing of a GPU, and the exit status is 2. Nearly all of its time is the compilation,
+in which Inductor has a C++ compiler translate each kernel. Standard error tells what runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import platform
 import re
@@ -38,6 +39,7 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Container, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
 
 import torch
@@ -63,6 +65,10 @@ PATCHES |= {"qwen3-moe": "qwen3_moe", "deepseek-v3": "deepseek_v3"}
 PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
 # The shapes for a way that does not apply to all shapes.
 FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
+# What packages with kernels for GPUs alone require.
+FOR_GPUS = {"triton": "Triton", "nvidia-cutlass-dsl": "CUTLASS"}
+UNCOMPILED = ("eager", "fused", "liger-kernel")
+COMPILED_FIRST = "runs, compiled first: a minute or more if nothing is cached ..."
 WARM_UP = 4
 # bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
@@ -101,9 +107,11 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
     for way in options.ways:
         if options.shape not in FOR.get(way, SHAPES):
             continue
-        if way == "liger-kernel" and importlib.util.find_spec("liger_kernel") is None:
-            print(f"{way:14} is not installed", flush=True)
+        if way == "liger-kernel" and (lacking := lacks(way, on_gpu)):
+            print(f"{way:14} {lacking}", flush=True)
             continue
+        told = "runs ..." if way in UNCOMPILED else COMPILED_FIRST
+        print(f"{way:14} {told}", file=sys.stderr, flush=True)
         result = results[way] = in_a_fresh_process(way, options)
         wrong = "error" in result or differs(result, results.get("eager"))
         right |= {} if wrong else {way: result}
@@ -113,6 +121,17 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)
     return 1 if len(right) < len(results) else 0 if on_gpu else 2
+
+
+def lacks(package: str, on_gpu: bool) -> str:
+    """Why this package cannot run here, or an empty string."""
+    try:
+        required = requires(package) or []
+    except PackageNotFoundError:
+        return "is not installed"
+    names = [re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line]
+    made = [FOR_GPUS[name] for name in names if name in FOR_GPUS]
+    return "" if on_gpu or not made else f"needs a GPU: its kernels are made with {made[0]}"
 
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -225,7 +244,7 @@ def causal_by_hand() -> str:
 
 
 def compiled(way: str, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    if way in ("eager", "fused", "liger-kernel"):
+    if way in UNCOMPILED:
         return function
     if way == "enabled":
         liger_ops.enable()

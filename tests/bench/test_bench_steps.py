@@ -1,0 +1,79 @@
+"""What the bench of training steps tells, before any way is run."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the models are those of transformers")
+from liger_ops.bench.steps import model
+
+RESULT = {
+    "losses": [1.0], "warm_up_s": 9.0, "ms": 1.0, "ms_20": 1.0, "ms_80": 1.0, "gib": 0.5,
+    "device": "some",
+}  # fmt: skip
+TRITON = ["torch>=2.1.2", "triton>=2.3.1", 'nvidia-cutlass-dsl>=4.6; extra == "cutedsl"']
+CUTLASS = ["einops", "nvidia-cutlass-dsl<5,>=4.7"]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways that were run, by stand-ins of their processes."""
+    ways: list[str] = []
+
+    def run(way: str, options: Any) -> dict[str, Any]:
+        ways.append(way)
+        return dict(RESULT)
+
+    monkeypatch.setattr(model, "in_a_fresh_process", run)
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("required", "on_gpu", "said"),
+    (
+        (TRITON, False, "needs a GPU: its kernels are made with Triton"),
+        (CUTLASS, False, "needs a GPU: its kernels are made with CUTLASS"),
+        (TRITON, True, ""),
+        (["torch", 'triton; extra == "gpu"'], False, ""),
+        (None, False, ""),
+        (PackageNotFoundError("liger-kernel"), True, "is not installed"),
+    ),
+)
+def test_a_peer_that_cannot_run_here_is_not_started(
+    required: Any, on_gpu: bool, said: str, ran: list[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def requires(package: str) -> Any:
+        if isinstance(required, Exception):
+            raise required
+        return required
+
+    monkeypatch.setattr(model, "requires", requires)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    status = model.main(["eager", "liger-kernel", "--shape", "tiny"])
+    assert status == (0 if on_gpu else 2)
+    assert ran == (["eager"] if said else ["eager", "liger-kernel"])
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("liger-kernel ")]
+    assert len(rows) == 1 and (not said or rows == [f"liger-kernel   {said}"])
+
+
+def test_each_way_is_told_when_it_starts(
+    ran: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    run = model.in_a_fresh_process
+
+    def noted(way: str, options: Any) -> dict[str, Any]:
+        started.append(capsys.readouterr().err.splitlines())
+        return run(way, options)
+
+    monkeypatch.setattr(model, "in_a_fresh_process", noted)
+    model.main(["eager", "compile", "fused", "fused-compile", "--shape", "tiny"])
+    first = "runs, compiled first: a minute or more if nothing is cached ..."
+    expected = {"eager": "runs ...", "compile": first, "fused": "runs ...", "fused-compile": first}
+    assert started == [[f"{way:14} {text}"] for way, text in expected.items()]
+    assert not capsys.readouterr().err
