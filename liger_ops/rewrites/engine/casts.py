@@ -65,9 +65,9 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return known.dtype if isinstance(known, Tensor) else None
 
 
-def sources(node: Any) -> Iterator[tuple[Any, tuple[fx.Node, ...]]]:
-    """`node`, and what it is a copy or a cast of without another value, from the nearest; each with
-    the nodes that are passed on the way to it, the last first."""
+def sources(node: Any, any_casts: bool = False) -> Iterator[tuple[Any, tuple[fx.Node, ...]]]:
+    """`node`, and what it is a copy or a cast of that has the same values, from the nearest; each
+    with the nodes that are passed on the way to it. `any_casts`: and also what has others."""
     passed: tuple[fx.Node, ...] = ()
     dtypes: set[torch.dtype] = set()
     yield node, passed
@@ -79,9 +79,7 @@ def sources(node: Any) -> Iterator[tuple[Any, tuple[fx.Node, ...]]]:
             dtypes.add(call.args[1])
         passed, node = (*passed, node), call.args[0]
         source = dtype_of(node)
-        if source is None:
-            return
-        if all(represents(dtype, source) for dtype in dtypes):
+        if any_casts or (source and all(represents(dtype, source) for dtype in dtypes)):
             yield node, passed
 
 

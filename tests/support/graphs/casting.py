@@ -1,0 +1,112 @@
+"""Casts to a dtype and back at any edge of a function's graph, to compare the function with its
+rewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from liger_ops.fusion.trace import Trace
+from liger_ops.rewrites import rewrite
+from liger_ops.rewrites.engine.report import Report
+
+Function = Callable[..., Any]
+
+# They give no tensor, or read one without computing.
+_READ = {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_point", "is_complex"}
+
+
+class Casting(TorchFunctionMode):
+    """Cast the tensor numbered `at`, of those that functions of torch are given, to a dtype and
+    back. `count` is the number of these tensors."""
+
+    def __init__(self, at: int = -1, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.at, self.dtype, self.count = at, dtype, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _READ:
+            args, kwargs = pytree.tree_map(self.cast, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def cast(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        self.count += 1
+        return x.to(self.dtype).to(x.dtype) if self.count == self.at + 1 else x
+
+
+def cast_at(function: Function, at: int, dtype: torch.dtype) -> Function:
+    """The function with the cast, and its results too may be cast."""
+
+    def cast(*args: Any) -> Any:
+        with Casting(at, dtype) as casting:
+            return pytree.tree_map(casting.cast, function(*args))
+
+    return cast
+
+
+def edges(function: Function, inputs: Sequence[Any]) -> int:
+    """The number of places for the cast."""
+    with Casting() as casting:
+        pytree.tree_map(casting.cast, function(*inputs))
+    return casting.count
+
+
+def rewritten(
+    function: Function, inputs: Sequence[Any], names: Collection[str]
+) -> tuple[Report, Function]:
+    """What the rewrites find in the graph of a function, and the rewritten graph."""
+    trace = Trace()
+    given = [
+        trace.input(f"x{i}", tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+        for i, x in enumerate(inputs)
+    ]
+    with trace.running():
+        result = function(*given)
+    module = trace.module(pytree.tree_leaves(result))
+    report = rewrite(module, names, strict=True)
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+
+    def run(*args: Any) -> Any:
+        return fx.Interpreter(module).run(*(args[i] for i in tensors))
+
+    return report, run
+
+
+def results(run: Function, inputs: Sequence[Any]) -> list[Tensor]:
+    """The results of a function and the gradients of its inputs."""
+    copies = [
+        x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
+    outputs = [y for y in pytree.tree_leaves(run(*copies)) if isinstance(y, Tensor)]
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.zeros(())
+    for y in outputs:
+        if y.requires_grad:
+            loss = loss + (y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum().float()
+    leaves = [x for x in copies if isinstance(x, Tensor) and x.is_floating_point()]
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    if loss.requires_grad:
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    pairs = zip(gradients, leaves, strict=True)
+    none = [torch.zeros_like(x) if dx is None else dx for dx, x in pairs]
+    return [y.detach() for y in (*outputs, *none)]
+
+
+def distance(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """The largest distance of two results, as a part of their sizes."""
+    found = [0.0]
+    for one, other in zip(before, after, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        a, b = one.double(), other.double()
+        difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
+        found.append((difference.norm() / a.nan_to_num().norm().clamp(min=1e-3)).item())
+    return max(found)
