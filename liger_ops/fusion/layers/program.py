@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...rewrites.engine.canonical import IDENTITY, calls, canonical
 from ...rewrites.engine.canonical.call import operation
+from ...rewrites.engine.casts import dtype_of, represents
 from ...rewrites.engine.graph_state import needed_by
 from ...rewrites.engine.pattern import CHEAP
 from ...rewrites.engine.recognise import bound, definition_of, op_of
@@ -211,7 +212,10 @@ class _Writer:
         raise NotAnOp(f"it reads a tensor that is not among its arguments: {target}")
 
     def cast(self, source: Any, dtype: Any) -> Value | Parameter:
-        if dtype in self.dropped:
+        before = dtype_of(source)
+        # The op rounds to the dtype of its input.
+        is_same = dtype is self.traced.case.dtype or (before and represents(dtype, before))
+        if dtype in self.dropped and is_same:
             return self.argument(source)
         if dtype not in self.kept:
             raise NotAnOp(f"it casts to {dtype} beside {self.beside()}")

@@ -60,6 +60,15 @@ def _numbers(dtype: torch.dtype) -> Numbers | None:
         return None
 
 
+@functools.lru_cache
+def has_arithmetic(dtype: torch.dtype | None) -> bool:
+    """Whether PyTorch computes in a floating-point dtype: it only stores those of 8 bits."""
+    try:
+        return bool(dtype and dtype.is_floating_point and torch.promote_types(dtype, torch.float32))
+    except RuntimeError:
+        return False
+
+
 def dtype_of(node: Any) -> torch.dtype | None:
     known = value(node)
     return known.dtype if isinstance(known, Tensor) else None

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ...torch_private import native_linear
 from .canonical import COMMUTATIVE, IDENTITY, Call, calls, canonical, never_changed, same, value
-from .casts import dtype_of, rounding, sources
+from .casts import dtype_of, has_arithmetic, rounding, sources
 from .replay import fake_mode_of, replay
 
 # With more different constants than this, the code is another computation, not a near miss.
@@ -273,9 +273,12 @@ class _Unifier:
 
     def _bind(self, name: str, found: Any, state: _State) -> Iterator[_State]:
         """Bind a parameter to `found`, or to what that is a copy or a cast of, because the op takes
-        any strides and dtypes. In an exact match the cast changes no value."""
+        any strides, and any dtype with arithmetic. In an exact match the cast changes no value."""
+        dtype = dtype_of(found)
         for source, passed in sources(found, any_casts=not self.exact):
-            yield from self._bound(name, source, self._covering(state, passed))
+            before = dtype_of(source)
+            if before == dtype or not (dtype and dtype.is_floating_point) or has_arithmetic(before):
+                yield from self._bound(name, source, self._covering(state, passed))
 
     def _bound(self, name: str, found: Any, state: _State) -> Iterator[_State]:
         known = value(found)

@@ -23,15 +23,17 @@ _READ = {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_po
 
 class Casting(TorchFunctionMode):
     """Cast the tensor numbered `at`, of those that functions of torch are given, to a dtype and
-    back. `count` is the number of these tensors."""
+    back. `count` is the number of these tensors, `without` the functions that are left out."""
 
-    def __init__(self, at: int = -1, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, at: int = -1, dtype: torch.dtype | None = None, without: Collection[str] = ()
+    ) -> None:
         super().__init__()
-        self.at, self.dtype, self.count = at, dtype, 0
+        self.at, self.dtype, self.count, self.without = at, dtype, 0, {*_READ, *without}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _READ:
+        if getattr(func, "__name__", "") not in self.without:
             args, kwargs = pytree.tree_map(self.cast, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
@@ -90,8 +92,9 @@ def results(run: Function, inputs: Sequence[Any]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     loss = torch.zeros(())
     for y in outputs:
+        dy = torch.randn(y.shape, generator=generator)
         if y.requires_grad:
-            loss = loss + (y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum().float()
+            loss = loss + (y * dy.to(y.dtype)).sum().float()
     leaves = [x for x in copies if isinstance(x, Tensor) and x.is_floating_point()]
     gradients: Sequence[Tensor | None] = [None] * len(leaves)
     if loss.requires_grad:
