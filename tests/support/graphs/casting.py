@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from liger_ops.fusion.trace import Trace
 from liger_ops.rewrites import rewrite
-from liger_ops.rewrites.engine.report import Report
+from liger_ops.rewrites.engine.graph_state import needed_by
 
 Function = Callable[..., Any]
 
@@ -61,25 +61,35 @@ def edges(function: Function, inputs: Sequence[Any]) -> int:
     return casting.count
 
 
-def rewritten(
-    function: Function, inputs: Sequence[Any], names: Collection[str]
-) -> tuple[Report, Function]:
-    """What the rewrites find in the graph of a function, and the rewritten graph."""
-    trace = Trace()
-    given = [
-        trace.input(f"x{i}", tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
-        for i, x in enumerate(inputs)
-    ]
-    with trace.running():
-        result = function(*given)
-    module = trace.module(pytree.tree_leaves(result))
-    report = rewrite(module, names, strict=True)
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+class Rewritten:
+    """The rewritten graph of a function.
 
-    def run(*args: Any) -> Any:
-        return fx.Interpreter(module).run(*(args[i] for i in tensors))
+    Attributes:
+        used: the ops that the rewrites found.
+        lost: the dtypes of values that only the graph before needs.
+    """
 
-    return report, run
+    def __init__(self, function: Function, inputs: Sequence[Any], names: Collection[str]) -> None:
+        trace = Trace()
+        given = [
+            trace.input(f"x{i}", tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+            for i, x in enumerate(inputs)
+        ]
+        with trace.running():
+            result = function(*given)
+        self.module = trace.module(pytree.tree_leaves(result))
+        before = self.dtypes()
+        report = rewrite(self.module, names, strict=True)
+        self.used = [one.op for one in report.findings if one.used]
+        self.lost = before - self.dtypes()
+
+    def dtypes(self) -> set[torch.dtype]:
+        needed = needed_by(*self.module.graph.find_nodes(op="output"))
+        values = (node.meta.get("example_value") for node in needed)
+        return {x.dtype for x in values if isinstance(x, Tensor)}
+
+    def __call__(self, *args: Any) -> Any:
+        return fx.Interpreter(self.module).run(*(x for x in args if isinstance(x, Tensor)))
 
 
 def results(run: Function, inputs: Sequence[Any]) -> list[Tensor]:
