@@ -33,7 +33,10 @@ class Casting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in self.without:
+        name = getattr(func, "__name__", "")
+        if name == "type_as":
+            args = self.cast(args[0]), args[1]
+        elif name not in self.without:
             args, kwargs = pytree.tree_map(self.cast, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
