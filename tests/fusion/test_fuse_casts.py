@@ -68,7 +68,7 @@ def casting(module: nn.Module, at: int, dtype: torch.dtype, without: Any) -> tup
 
 @pytest.mark.parametrize("kind", MODULES)
 @given(data=st.data())
-@settings(max_examples=8)
+@settings(max_examples=20)
 def test_a_cast_stays_or_the_module_does(kind: str, data: st.DataObject) -> None:
     torch.manual_seed(0)
     make, arguments = data.draw(st.sampled_from(MODULES[kind]))
@@ -126,5 +126,5 @@ def test_float64_keeps_a_cast_to_float32(function, monkeypatch):
     module = rotating.Rotating()
     assert fuse(module).fused
     assert rotating.ops_of(module, rotating.tensors()) == ["rope"]
-    wide = rotating.tensors(dtype=torch.float64)
+    wide = [x / 3 for x in rotating.tensors(dtype=torch.float64)]
     assert all(map(torch.equal, module(*wide), function(*wide)))
