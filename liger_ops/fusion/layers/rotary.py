@@ -239,7 +239,8 @@ def _plainly(
                 return table
             is_half = True
         elif call.op == "cast":
-            if call.args[1] not in dropped or not is_no_step(*call.args, of_input):
+            source, dtype = call.args
+            if dtype not in dropped or not is_no_step(source, dtype, of_input):
                 return table
         elif call.op not in VIEWS or _without_ones(node) != _without_ones(call.args[0]):
             return table
