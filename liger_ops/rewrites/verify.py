@@ -4,7 +4,8 @@ The model runs on one batch, forward and backward: unchanged, changed, and uncha
 arithmetic in a wider dtype. The third run is the truth that both others are compared with. A fused
 model and the unfused one are also compared where both compute in the wider dtype, so that nothing
 but its rounding may be between them: a term that is lost shows there, though the rounding of a
-narrow dtype may hide it. A wide run cannot show where a narrow one rounds.
+narrow dtype may hide it. A wide run rounds where the model casts to a dtype that is not its own,
+such as float8, so that a lost cast shows; it cannot show where the model's own dtype rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from . import rewrite
 from .attention.runtime.padding import PADDING
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
-from .engine.float64_graph import InWider, default_dtype, widened
+from .engine.float64_graph import InWider, default_dtype, dtypes_of, rounded_beside, widened
 from .engine.graph_state import reached
 from .state import random_state, state_kept
 
@@ -116,7 +117,7 @@ class _Compiled:
         return results
 
     def rewritten(self, module: fx.GraphModule, inputs: list[Any]) -> Run:
-        found = [self.narrowest, *_dtypes(module)]
+        found = [self.narrowest, *dtypes_of(module)]
         self.narrowest = min(found, key=lambda dtype: torch.finfo(dtype).bits)
         PADDING.assume(module, inputs)
         rewrite(module)
@@ -131,6 +132,8 @@ class _Eager:
         self.model, self.args, self.kwargs = model, args, kwargs
         floats = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
         self.narrowest = min(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).bits)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.rounded = rounded_beside(floats | {x.dtype for x in given if x.is_floating_point()})
         self.is_random = False
 
     def verified(self) -> Verification:
@@ -180,7 +183,7 @@ class _Eager:
             if dtype is not None:
                 _widen(model, dtype)
                 stack.enter_context(default_dtype(dtype))
-                stack.enter_context(InWider(dtype))
+                stack.enter_context(InWider(dtype, self.rounded))
             if unchanged:
                 stack.enter_context(as_unchanged([model]))
             stack.enter_context(state_kept(model))
@@ -274,18 +277,6 @@ def _skipped(before: Results, after: Results) -> set[str]:
 
 def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
     return torch.finfo(dtype).bits > torch.finfo(other).bits
-
-
-def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
-    """The floating-point dtypes of the values in a graph."""
-    values = [
-        pytree.tree_leaves(node.meta.get("example_value"))
-        for part in module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-    ]
-    tensors = [x for leaves in values for x in leaves if isinstance(x, Tensor)]
-    return {x.dtype for x in tensors if x.is_floating_point()}
 
 
 def _results(

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 import liger_ops
 from liger_ops import rewrites as passes
+from liger_ops.rewrites.engine import casts
 from liger_ops.rewrites.engine.report import Report
 from rewriting import values
 
@@ -62,6 +63,40 @@ def test_what_is_wrong_does_not(dtype, monkeypatch):
     wrong = {one.name for one in verification.differences if not one.agrees}
     assert {"gate.weight", "up.weight"} <= wrong
     assert "DO NOT AGREE" in str(verification) and "gate.weight" in str(verification)
+
+
+class FakeQuantised(nn.Module):
+    """A norm whose product rounds x to a narrow dtype, and whose statistic does not."""
+
+    def __init__(self, narrow: torch.dtype, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.narrow = nn.Parameter(values(16, dtype=dtype).detach()), narrow
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.to(self.narrow).to(x.dtype).float()
+        y = h * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+@pytest.mark.parametrize("by_fuse", [False, True])
+@pytest.mark.parametrize(
+    ("narrow", "dtype"),
+    [
+        (torch.float8_e4m3fn, torch.float32), (torch.bfloat16, torch.float32),
+        (torch.int8, torch.float32), (torch.float8_e5m2, torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_lost_cast_does_not_agree(narrow, dtype, by_fuse, monkeypatch):
+    """Found if it is kept, and shown if a rewrite takes every cast for nothing."""
+    model, x = FakeQuantised(narrow, dtype), values(64, 16, dtype=dtype)
+    found = liger_ops.explain(model, x, verify=True)
+    assert found.verification.agrees and not any(one.used for one in found.findings)
+    assert any(f"rounded to {narrow}" in str(one.reason) for one in found.findings)
+    monkeypatch.setattr(casts, "represents", lambda dtype, source: True)
+    assert bool(liger_ops.fuse(model)) if by_fuse else True
+    found = liger_ops.explain(model, x, verify=True)
+    assert not found.verification.agrees, found
 
 
 def test_random_numbers_leave_no_truth():

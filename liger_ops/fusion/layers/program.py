@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...rewrites.engine.canonical import IDENTITY, calls, canonical
 from ...rewrites.engine.canonical.call import operation
+from ...rewrites.engine.casts import dtype_of, represents
 from ...rewrites.engine.graph_state import needed_by
 from ...rewrites.engine.pattern import CHEAP
 from ...rewrites.engine.recognise import bound, definition_of, op_of
@@ -211,7 +212,7 @@ class _Writer:
         raise NotAnOp(f"it reads a tensor that is not among its arguments: {target}")
 
     def cast(self, source: Any, dtype: Any) -> Value | Parameter:
-        if dtype in self.dropped:
+        if dtype in self.dropped and is_no_step(source, dtype, self.traced.case.dtype):
             return self.argument(source)
         if dtype not in self.kept:
             raise NotAnOp(f"it casts to {dtype} beside {self.beside()}")
@@ -233,6 +234,12 @@ class _Writer:
         if not is_shape and not isinstance(one, (Value, *CONSTANTS)):
             raise NotAnOp(f"it passes on a {type(one).__name__}")
         return one
+
+
+def is_no_step(source: Any, dtype: torch.dtype, of_input: torch.dtype) -> bool:
+    """Whether a cast changes no value, or rounds to the dtype of the input, as the op does."""
+    before = dtype_of(source)
+    return dtype is of_input or (before is not None and represents(dtype, before))
 
 
 def check_unused(node: fx.Node) -> None:

@@ -29,7 +29,7 @@ from ..trace import ANY_SIZES
 from .functions import Functions, Standing, globals_of
 from .installed import Facts, arranging, running
 from .module_trace import Case, FailsInTrace, ModuleTrace, Traced, names_of
-from .program import Program
+from .program import Program, is_no_step
 
 ROTARY_NAME = re.compile(r"apply_(\w+_)?(rotary|rope)")
 
@@ -190,7 +190,8 @@ class Rotary(Functions):
         nodes = {node.target: node for node in traced.graph.graph.nodes}
         for node, given in bound(traced.graph.graph.nodes):
             tables = {one: given[one] for one in ("cos", "sin") if given[one] is not None}
-            given |= {one: _plainly(node, table, dropped) for one, table in tables.items()}
+            of_input = traced.case.dtype
+            given |= {one: _plainly(node, x, dropped, of_input) for one, x in tables.items()}
             if sections is not None and given["sections"] == sections:
                 given["sections"] = nodes[SECTIONS]
             node.args, node.kwargs = tuple(given.values()), {}
@@ -225,7 +226,9 @@ class Rotary(Functions):
         return rotated
 
 
-def _plainly(at: fx.Node, table: Any, dropped: Collection[torch.dtype]) -> Any:
+def _plainly(
+    at: fx.Node, table: Any, dropped: Collection[torch.dtype], of_input: torch.dtype
+) -> Any:
     """A table by views of the function's own that have no size in them, or the node that it is."""
     node, is_half, is_negative = table, False, False
     while (call := canonical(node)) is not None:
@@ -236,7 +239,8 @@ def _plainly(at: fx.Node, table: Any, dropped: Collection[torch.dtype]) -> Any:
                 return table
             is_half = True
         elif call.op == "cast":
-            if call.args[1] not in dropped:
+            source, dtype = call.args
+            if dtype not in dropped or not is_no_step(source, dtype, of_input):
                 return table
         elif call.op not in VIEWS or _without_ones(node) != _without_ones(call.args[0]):
             return table

@@ -1,9 +1,14 @@
-"""Run a graph with all its floating-point arithmetic in a wider dtype."""
+"""Run a graph with all its floating-point arithmetic in a wider dtype.
+
+A cast to a dtype that a model computes in, or is stored in, rounds because of that dtype: a wide
+run is without it. Any other cast to a narrower dtype, as of a quantised model, is a part of what
+the model computes, and rounds in a wide run too.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +16,22 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .canonical import value
+from .canonical import calls, value
+from .casts import dtype_of, has_arithmetic, represents
+
+# The dtypes with arithmetic to which a float32 model may round values.
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def widened(dtype: torch.dtype, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """A graph that computes in a wider dtype and returns results in their original dtypes."""
     (output,) = module.graph.find_nodes(op="output")
     examples = [value(one) for one in pytree.tree_leaves(output.args)]
+    rounded = rounded_beside(dtypes_of(module, of_casts=False))
 
     def run(*inputs: Any) -> Any:
         cast = pytree.tree_map(lambda x: _to(x, dtype), inputs)
-        with default_dtype(dtype), InWider(dtype):
+        with default_dtype(dtype), InWider(dtype, rounded):
             results = pytree.tree_leaves(module(*cast))
         return tuple(
             _to(result, example.dtype) if isinstance(example, Tensor) else result
@@ -31,24 +41,63 @@ def widened(dtype: torch.dtype, module: fx.GraphModule, _: Sequence[Any]) -> Cal
     return run
 
 
-class InWider(TorchFunctionMode):
-    """Replace every floating-point dtype that code asks for by a wider one."""
+def dtypes_of(module: fx.GraphModule, of_casts: bool = True) -> set[torch.dtype]:
+    """The floating-point dtypes that a graph is given, or computes in.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Without `of_casts`, only those that it does not take from its own casts, but from its inputs or
+    from autocast.
+    """
+    nodes = [
+        node
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+        if not calls(node, "cast")
+    ]
+    found = set()
+    for node in nodes:
+        before = set(map(dtype_of, node.all_input_nodes))
+        dtypes = {dtype_of(one) for one in pytree.tree_leaves([value(node)])}
+        found |= dtypes if of_casts else dtypes - before
+    return {dtype for dtype in found if dtype is not None and has_arithmetic(dtype)}
+
+
+def rounded_beside(own: Collection[torch.dtype]) -> set[torch.dtype]:
+    """The dtypes to which a model whose dtypes are `own` rounds by its own casts alone."""
+    return {dtype for dtype in NARROW if not any(represents(dtype, one) for one in own)}
+
+
+class InWider(TorchFunctionMode):
+    """Replace every floating-point dtype with arithmetic that code asks for by a wider one. A cast
+    to a dtype in `rounded` rounds to that first."""
+
+    def __init__(self, dtype: torch.dtype, rounded: Collection[torch.dtype] = ()) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.rounded = dtype, rounded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widen(value: Any) -> Any:
-            is_float = isinstance(value, torch.dtype) and value.is_floating_point
-            return self.dtype if is_float else value
+        asked: set[torch.dtype] = set()
 
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double):
-            return args[0].to(self.dtype)
+        def widen(value: Any) -> Any:
+            if not isinstance(value, torch.dtype) or not has_arithmetic(value):
+                return value
+            asked.add(value)
+            return self.dtype
+
+        if func in CASTS:
+            args, func = (args[0], CASTS[func]), Tensor.to
         args, kwargs = pytree.tree_map(widen, (tuple(args), kwargs or {}))
+        if func in (Tensor.to, Tensor.type) and (narrow := asked & {*self.rounded}):
+            args = (args[0].to(*narrow), *args[1:])
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dim() < args[1].dim():
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+CASTS = {
+    Tensor.float: torch.float32, Tensor.double: torch.float64,
+    Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16,
+}  # fmt: skip
 
 
 def _grouped_mm(

@@ -23,7 +23,8 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from ...torch_private import native_linear
-from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, never_changed, same, value
+from .canonical import COMMUTATIVE, IDENTITY, Call, calls, canonical, never_changed, same, value
+from .casts import dtype_of, has_arithmetic, rounding, sources
 from .replay import fake_mode_of, replay
 
 # With more different constants than this, the code is another computation, not a near miss.
@@ -68,16 +69,9 @@ class Pattern:
 
     `examples` has a value to trace each parameter with: for a tensor its sizes as a tuple, for a
     number any number. Sizes must differ where equal sizes would change the function's meaning.
-
-    With `any_casts` the graph may contain any casts to the dtype of the parameter x or a wider one,
-    which the result has too. This is for ops that compute in float32 and round once, wherever the
-    code rounds to x's dtype.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], any_casts: bool = False, **examples: Any
-    ) -> None:
-        self.any_casts = any_casts
+    def __init__(self, function: Callable[..., Any], **examples: Any) -> None:
         self._graph = fx.Graph()
         tracer = fx.proxy.GraphAppendingTracer(self._graph)
         given = {name: fx.Proxy(self._graph.placeholder(name), tracer) for name in examples}
@@ -107,7 +101,7 @@ class Pattern:
                 exact = self._exact(node, state)
                 if exact is not None:
                     return exact
-                match = replace(match, difference="its casts or sizes are not the op's")
+                match = replace(match, difference=_of_casts(match))
             else:
                 match = replace(match, difference=state.differences[0])
             if close is None or state.differences == ():
@@ -115,16 +109,11 @@ class Pattern:
         return close
 
     def _exact(self, node: fx.Node, found: _State) -> Match | None:
-        values = {name: _values(v) for name, v in found.values.items()}
-        if self.any_casts and not holds(value(node).dtype, values["x"].dtype):
-            return None
-        root = self._instance(values)
+        root = self._instance({name: _values(v) for name, v in found.values.items()})
         if root is None:
             return None
         start = _State(found.values, frozenset())
-        dtype = values["x"].dtype if self.any_casts else None
-        unifier = _Unifier(self._tensors, exact=True, dtype=dtype)
-        for state in unifier.unify(root, node, start):
+        for state in _Unifier(self._tensors, exact=True).unify(root, node, start):
             return Match(node, state.values, state.nodes)
         return None
 
@@ -160,12 +149,15 @@ class Pattern:
         return result if isinstance(result, fx.Node) else None
 
 
-def holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
-    try:
-        return torch.promote_types(wide, dtype) == wide
-    except RuntimeError:
-        # float8 dtypes have no promotion.
-        return wide == dtype
+def _of_casts(match: Match) -> str:
+    """How a match differs from the op that has all of its operations."""
+    tensors = [*map(value, match.values.values()), value(match.root)]
+    known = {one.dtype for one in tensors if isinstance(one, Tensor)}
+    casts = (node for node in match.nodes if calls(node, "cast"))
+    rounded = [dtype for dtype in map(rounding, casts) if dtype and dtype not in known]
+    if rounded:
+        return f"a value on the way is rounded to {rounded[0]}, and the op does not round it"
+    return "its casts or sizes are not the op's"
 
 
 def last_operation(node: fx.Node) -> str | None:
@@ -211,12 +203,9 @@ def _autocast_state(values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Unifier:
-    def __init__(self, tensors: set[str], exact: bool, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: casts to it and to wider ones are overlooked; without `exact`, all casts are."""
-        self.tensors, self.exact, self.dtype = tensors, exact, dtype
-        self.overlooked = {IDENTITY, "contiguous"}
-        if dtype is not None or not exact:
-            self.overlooked.add("cast")
+    def __init__(self, tensors: set[str], exact: bool) -> None:
+        self.tensors, self.exact = tensors, exact
+        self.overlooked = {IDENTITY, "contiguous"} if exact else {IDENTITY, "contiguous", "cast"}
 
     def unify(
         self, pattern: Any, found: Any, state: _State, op: str = "an argument"
@@ -236,13 +225,15 @@ class _Unifier:
             yield from self._constant(pattern, found, state, op)
 
     def _operation(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
-        pattern, _ = skip(pattern, self.overlooked, self.dtype)
+        pattern, _ = skip(pattern, self.overlooked)
         if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
             yield from self._bind(str(pattern.target), found, state)
             return
-        found, passed = skip(found, self.overlooked, self.dtype)
+        found, passed = skip(found, self.overlooked)
         wanted, call = canonical(pattern), canonical(found)
         if wanted is None or call is None or wanted.op != call.op:
+            return
+        if self.exact and dtype_of(pattern) != dtype_of(found):
             return
         if len(wanted.args) != len(call.args):
             return
@@ -281,19 +272,13 @@ class _Unifier:
                 yield replace(state, differences=(*state.differences, text))
 
     def _bind(self, name: str, found: Any, state: _State) -> Iterator[_State]:
-        passed: tuple[fx.Node, ...] = ()
-        while isinstance(found, fx.Node):
-            found, skipped = skip(found, {IDENTITY})
-            passed = (*passed, *skipped)
-            yield from self._bound(name, found, self._covering(state, passed))
-            # The op accepts any strides and dtypes, so the parameter may be the value before or
-            # after a cast or copy.
-            call = canonical(found)
-            if call is None or call.op not in ("cast", "contiguous") or _rounds(call, self.dtype):
-                return
-            passed = (*passed, found)
-            found = call.args[0]
-        yield from self._bound(name, found, self._covering(state, passed))
+        """Bind a parameter to `found`, or to what that is a copy or a cast of, because the op takes
+        any strides, and any dtype with arithmetic. In an exact match the cast changes no value."""
+        dtype = dtype_of(found)
+        for source, passed in sources(found, any_casts=not self.exact):
+            before = dtype_of(source)
+            if before == dtype or not (dtype and dtype.is_floating_point) or has_arithmetic(before):
+                yield from self._bound(name, source, self._covering(state, passed))
 
     def _bound(self, name: str, found: Any, state: _State) -> Iterator[_State]:
         known = value(found)
@@ -317,24 +302,16 @@ def _is_computed(known: Any) -> bool:
     return isinstance(known, Tensor)
 
 
-def skip(
-    node: Any, over: set[str], dtype: torch.dtype | None = None
-) -> tuple[Any, tuple[fx.Node, ...]]:
-    """Follow `node` back through operations named in `over`, but not through casts to a narrower
-    dtype than `dtype`; also returns the nodes passed."""
+def skip(node: Any, over: set[str]) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Follow `node` back through operations named in `over`; also returns the nodes passed."""
     passed: tuple[fx.Node, ...] = ()
     while isinstance(node, fx.Node):
         call = canonical(node)
-        if call is None or call.op not in over or _rounds(call, dtype):
+        if call is None or call.op not in over:
             break
         passed = (*passed, node)
         node = call.args[0]
     return node, passed
-
-
-def _rounds(call: Call, dtype: torch.dtype | None) -> bool:
-    """Whether it is a cast to a dtype that does not hold every number of `dtype`."""
-    return call.op == "cast" and dtype is not None and not holds(call.args[1], dtype)
 
 
 def _text(constant: Any) -> str:

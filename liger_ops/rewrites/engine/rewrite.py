@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, Known, calls, canonical, is_tensor, same, unchanged, value
+from .casts import dtype_of, has_arithmetic, represents
 from .graph_state import GraphState, erase_unused, needed_by
 from .layout import noticed
 from .memory import is_plain
@@ -400,9 +401,13 @@ def number(argument: Any) -> Any:
 
 
 def before_widening(argument: Any) -> Any:
-    """What is cast to float32 for an op that computes in it anyhow."""
+    """What is cast to float32, without a change of value, for an op that computes in it anyhow."""
     call = calls(argument, "cast")
-    return call.args[0] if call is not None and call.args[1] is torch.float32 else argument
+    source = None if call is None else dtype_of(call.args[0])
+    if call is None or source is None or not has_arithmetic(source):
+        return argument
+    is_same = call.args[1] is torch.float32 and represents(torch.float32, source)
+    return call.args[0] if is_same else argument
 
 
 def of_one_shape(a: Any, b: Any) -> None:

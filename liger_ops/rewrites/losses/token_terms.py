@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, same, value
+from ..engine.casts import represents
 from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, SoftmaxPath, alike, chain_of, way_of
 from .losses import FUNCTIONS, JoinedTargets, TokenTerm, called
@@ -71,8 +72,10 @@ class Parts:
         return TokenTerm(node, "lse", chain_of(start))
 
     def _sum(self, node: fx.Node, call: Call) -> TokenTerm | None:
-        summed, dims, _, _ = call.args
+        summed, dims, _, dtype = call.args
         if dims != (-1,) or (start := _start(summed)) is None:
+            return None
+        if dtype is not None and not represents(dtype, value(summed).dtype):
             return None
         product, negative = canonical(summed), False
         passed: tuple[fx.Node, ...] = (summed,)

@@ -232,9 +232,9 @@ def test_other_calls_reach_the_function(
 def test_broadcast_positions_and_wrong_arguments_reach_the_function(calling: Any) -> None:
     module = calling(llama)
     q, k, cos, sin = tensors()
-    one = cos[:, :1], sin[:, :1]
-    assert ops_of(module, (q, k, *one)) == []
-    assert torch.equal(module(q, k, *one)[0], llama(q, k, *one)[0])
+    for one in ((cos[:, :1], sin[:, :1]), (cos, sin[:1]), (cos, sin[:, :1])):
+        assert ops_of(module, (q, k, *one)) == []
+        assert torch.equal(module(q, k, *one)[0], llama(q, k, *one)[0])
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'sin'"):
         module(q, k, cos)
     with pytest.raises(RuntimeError):

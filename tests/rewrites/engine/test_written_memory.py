@@ -219,3 +219,9 @@ def test_out_is_written():
         assert out_of(function, MATRIX, MATRIX) == [2]
     for function in (F.normalize, torch.exp, torch.triu):
         assert out_of(function, MATRIX) == [1]
+
+
+def test_calls_of_other_dtypes_are_known_apart():
+    """`detach_` takes the gradients of a tensor that may have some."""
+    for dtype, places in ((torch.int64, []), (torch.float32, [0]), (torch.int64, [])):
+        assert found_written("detach_", ((torch.ones(7, dtype=dtype),), {})) == places

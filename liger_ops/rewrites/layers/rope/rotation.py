@@ -18,7 +18,8 @@ from torch import Tensor, fx
 
 from ....library import OPS
 from ...engine.canonical import calls, canonical, is_tensor, value
-from ...engine.pattern import Match, holds
+from ...engine.casts import represents
+from ...engine.pattern import Match
 from .elements import Elements
 from .tables import Table, alike
 
@@ -165,7 +166,7 @@ class _Reading:
         """Whether no value on the way is rounded to a narrower dtype than that of x."""
         casts = (calls(node, "cast") for node in self.nodes)
         dtypes = {value(self._of.root).dtype, *(one.args[1] for one in casts if one)}
-        return all(holds(dtype.to_real(), value(self.x).dtype) for dtype in dtypes)
+        return all(represents(dtype, value(self.x).dtype) for dtype in dtypes)
 
     def match(self, rotation: Rotation) -> Match:
         values = {"x": self.x, "rotation": rotation, "given": (*self.given,)}

@@ -1,0 +1,104 @@
+"""What casts do to values: a chain of them changes nothing if each of its dtypes has every value of
+the dtype that it starts from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .canonical import IDENTITY, calls, canonical, value
+
+
+class Numbers(NamedTuple):
+    """The numbers of a dtype: the range, the distance from 1 to the next larger number, which is 0
+    for integers, and the smallest positive number."""
+
+    lowest: float
+    highest: float
+    eps: float
+    smallest: float
+
+
+@functools.lru_cache
+def represents(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """Whether every value of `source` is one of `dtype`, so that a cast to it changes none."""
+    if dtype == source:
+        return True
+    if source.is_complex and not dtype.is_complex:
+        return False
+    wide, narrow = _numbers(dtype), _numbers(source)
+    if wide is None or narrow is None:
+        return False
+    if not (wide.lowest <= narrow.lowest and narrow.highest <= wide.highest):
+        return False
+    if not wide.eps:
+        return not narrow.eps
+    if not narrow.eps:
+        # A floating-point dtype has all integers up to this one.
+        return max(-narrow.lowest, narrow.highest) <= 2 / wide.eps
+    # Of two dtypes with as many bits, each has values, such as infinity, that the other lacks.
+    has_more = dtype.to_real().itemsize > source.to_real().itemsize
+    same_reals = dtype.to_real() == source.to_real()
+    return same_reals or (has_more and wide.eps <= narrow.eps and wide.smallest <= narrow.smallest)
+
+
+def _numbers(dtype: torch.dtype) -> Numbers | None:
+    """The numbers of a dtype, real and imaginary ones alike; None if PyTorch does not tell."""
+    if dtype is torch.bool:
+        return Numbers(0, 1, 0, 1)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            known = torch.finfo(dtype)
+            return Numbers(known.min, known.max, known.eps, known.smallest_normal * known.eps)
+        return Numbers(torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0, 1)
+    except (TypeError, NotImplementedError):
+        # A dtype of bits, or one of two numbers in a byte.
+        return None
+
+
+@functools.lru_cache
+def has_arithmetic(dtype: torch.dtype | None) -> bool:
+    """Whether PyTorch computes in a floating-point dtype: it only stores those of 8 bits."""
+    try:
+        return bool(dtype and dtype.is_floating_point and torch.promote_types(dtype, torch.float32))
+    except RuntimeError:
+        return False
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    known = value(node)
+    return known.dtype if isinstance(known, Tensor) else None
+
+
+def sources(node: Any, any_casts: bool = False) -> Iterator[tuple[Any, tuple[fx.Node, ...]]]:
+    """`node`, and what it is a copy or a cast of that has the same values, from the nearest; each
+    with the nodes that are passed on the way to it. `any_casts`: and also what has others."""
+    passed: tuple[fx.Node, ...] = ()
+    dtypes: set[torch.dtype] = set()
+    yield node, passed
+    while isinstance(node, fx.Node):
+        call = canonical(node)
+        if call is None or call.op not in ("cast", "contiguous", IDENTITY):
+            return
+        if call.op == "cast":
+            dtypes.add(call.args[1])
+        passed, node = (*passed, node), call.args[0]
+        source = dtype_of(node)
+        if any_casts or (source and all(represents(dtype, source) for dtype in dtypes)):
+            yield node, passed
+
+
+def through_casts(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
+    """The farthest of the `sources` of `node`, with the nodes that are passed."""
+    *_, farthest = sources(node)
+    return farthest
+
+
+def rounding(node: Any) -> torch.dtype | None:
+    """The dtype to which the last cast rounds that a chain of casts ends with; None for none."""
+    call = calls(through_casts(node)[0], "cast")
+    return None if call is None else call.args[1]
