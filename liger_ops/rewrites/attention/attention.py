@@ -18,6 +18,7 @@ from .attention_products import Operand
 from .mask.algebra import known
 from .mask.scopes import Scope, parts, scopes
 from .masks import Mask, States
+from .numbers import is_scale, scale_of_call
 
 # The node of a result, and what is known of the place.
 Place = tuple[fx.Node, Any]
@@ -84,6 +85,9 @@ def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str
         return "it runs inside of a torch.func transform, such as vmap"
     if value(arguments["dropout_p"]) != 0:
         return "it has dropout, and another kernel would drop other weights"
+    scale = scale_of_call(arguments.get("scale"), value(arguments["query"]).shape[-1])
+    if not is_scale(scale):
+        return f"its scale is {scale or value(arguments['scale'])}, and engines differ for it"
     return None if arguments["attn_mask"] is None else _misfit(arguments)
 
 

@@ -4,8 +4,9 @@
 
 with any of softcap, masks and a column of sinks left out. `unfused_attentions` yields each place.
 The code is followed back from the last product, through casts and views, to the softmax, and on to
-the first product. Casts are ignored: attention kernels compute
-scores and softmax in float32, whatever the storage, and so round less often than the code.
+the first product. Casts to the dtype of the result or a wider one are ignored: attention kernels
+compute scores and softmax in float32, whatever the storage, and so round less often than the code.
+A narrower dtype, or one of integers, is what the code rounds to on purpose.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..engine.canonical import IDENTITY, canonical, is_tensor, same, value
+from ..engine.casts import represents
 from ..engine.effects import writes
 from ..engine.graph_state import GraphState
 from ..engine.report import Report
@@ -139,6 +141,9 @@ def _check(found: UnfusedAttention, state: GraphState) -> None:
     """Raise Refused if the nodes cannot be replaced, whatever replaces them."""
     if reason := foreign([*found.inputs(), found.root]):
         raise Refused(reason)
+    for node in found.nodes:
+        if _rounds(node, value(found.root).dtype):
+            raise Refused(f"{node.name}, a value on the way, is rounded to {value(node).dtype}")
     if state.transformed(found.root):
         raise Refused("it runs inside of a torch.func transform, such as vmap")
     _check_users(found.nodes, found)
@@ -150,6 +155,15 @@ def _check(found: UnfusedAttention, state: GraphState) -> None:
     # by nothing else.
     if state.written(found.inputs(), first, found.root):
         raise Refused("a tensor is written in place between its operations")
+
+
+def _rounds(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node rounds its inputs to a dtype that lacks values of `dtype`."""
+    known = value(node)
+    if not isinstance(known, Tensor) or represents(known.dtype, dtype):
+        return False
+    inputs = [value(one) for one in node.all_input_nodes]
+    return not all(represents(known.dtype, x.dtype) for x in inputs if isinstance(x, Tensor))
 
 
 def _check_users(nodes: Iterable[fx.Node], found: UnfusedAttention) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
 from ..engine.canonical.call import FUNCTIONS, METHODS
+from ..engine.rewrite import Refused
 from .attention_products import Scores, product_of_scores
+from .numbers import constant, is_scale
 
 # Models apply about ten operations to their scores, and five to their weights.
 DEPTH = 32
@@ -62,7 +63,17 @@ class UnfusedScores:
     difference: str | None = None
 
     def scale_and_softcap(self) -> tuple[float, float | None]:
-        return (self.scale, None) if self.cap is None else (self.scale * self.cap, self.cap)
+        """The two numbers.
+
+        Raises:
+            Refused: an engine cannot multiply by one of them.
+        """
+        softcap = self.cap
+        scale = self.scale if softcap is None else self.scale * softcap
+        for number in (scale, softcap):
+            if number is not None and not is_scale(number):
+                raise Refused(f"its scores are multiplied by {number}")
+        return scale, softcap
 
     def but(self, difference: str) -> UnfusedScores:
         return replace(self, difference=self.difference or difference)
@@ -120,6 +131,8 @@ def _start(product: Scores) -> UnfusedScores | None:
     if scale is None:
         return None
     scores = UnfusedScores(product, product.nodes, scale)
+    if not is_scale(scale):
+        scores = scores.but(f"its scores are multiplied by {scale}")
     return scores if product.bias is None else _with_mask(product.nodes[0], scores, product.bias)
 
 
@@ -174,13 +187,14 @@ def _scaled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
     if is_tensor(other):
         return inner.but("its scores are multiplied by a tensor")
     factor = constant(other)
-    if factor is None or factor == 0:
+    if factor is None:
         return None
-    factor = 1.0 / factor if call.op == "div" else factor
     if inner.masks:
         return inner.but("its scores are scaled after a mask is added")
-    if not 0 < factor < math.inf:
-        return inner.but(f"its scores are multiplied by {factor}")
+    if not is_scale(factor):
+        done = "divided" if call.op == "div" else "multiplied"
+        return inner.but(f"its scores are {done} by {factor}")
+    factor = 1.0 / factor if call.op == "div" else factor
     if inner.cap is None:
         return replace(inner, scale=inner.scale * factor)
     return replace(inner, cap=inner.cap * factor)
@@ -283,22 +297,6 @@ _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     return same(tuple(value(a).shape), tuple(value(b).shape))
-
-
-def constant(argument: Any) -> float | None:
-    """A number that is known at compile time, also one that the code stores in a tensor."""
-    known = value(argument)
-    if isinstance(argument, fx.Node) and isinstance(known, Tensor) and known.dim() == 0:
-        place = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2}.get(
-            operation(argument) or ""
-        )
-        if place is None or place >= len(argument.args):
-            return None
-        return constant(argument.args[place])
-    if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat)):
-        return None
-    # Dynamo keeps floats symbolic with dynamic=True; this adds the guard that it has this value.
-    return float(known)
 
 
 def numbers_of_heads(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
