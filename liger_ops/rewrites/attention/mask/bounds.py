@@ -87,7 +87,6 @@ class MaskBounds:
             return UNKNOWN
         return ORDINARY if all(inside(self.of(one), ORDINARY) for one in inputs) else UNKNOWN
 
-
     def _of_same(self, node: fx.Node, x: Any) -> Bounds:
         """The bounds of the numbers of x, which `node` has too, unless it reads their bytes."""
         is_read_anew = operation(node) == "view" and value(x).dtype != value(node).dtype
