@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ..engine.canonical import arguments, operation, value
 
-_FLOAT32 = torch.finfo(torch.float32)
+_LEAST, _MOST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
 # The position of the number among the arguments of a function that stores one in a tensor.
 _PLACES = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1}
 
@@ -48,7 +48,7 @@ def is_scale(number: float | None) -> bool:
     largest before: minus infinity times a negative number is infinite, and times 0 it is NaN.
     PyTorch's attention on the CPU gives NaN for is_causal=True with a scale of 0 or less.
     """
-    return number is not None and _FLOAT32.smallest_normal <= number <= _FLOAT32.max
+    return number is not None and _LEAST <= number <= _MOST
 
 
 def scale_of_call(scale: Any, head_dim: Any) -> float | None:
