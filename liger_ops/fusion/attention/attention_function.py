@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from ...accepted import is_scale
 from ...rewrites.attention import flash_attention
 from ...rewrites.attention.flex_attention import kernel_options, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...rewrites.attention.mask.blocks import called
-from ...rewrites.attention.numbers import is_scale
 from ...torch_private import native_attention
 from .attention_blocks import Blocks, dense
 

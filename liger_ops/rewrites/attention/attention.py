@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ...accepted import is_scale
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.replay import fake_mode_of
@@ -18,7 +19,7 @@ from .attention_products import Operand
 from .mask.algebra import known
 from .mask.scopes import Scope, parts, scopes
 from .masks import Mask, States
-from .numbers import is_scale, scale_of_call
+from .numbers import scale_of_call
 
 # The node of a result, and what is known of the place.
 Place = tuple[fx.Node, Any]

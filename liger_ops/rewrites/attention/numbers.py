@@ -10,7 +10,6 @@ from torch import Tensor, fx
 
 from ..engine.canonical import arguments, operation, value
 
-_LEAST, _MOST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
 # The position of the number among the arguments of a function that stores one in a tensor.
 _PLACES = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1}
 
@@ -38,17 +37,6 @@ def constant(argument: Any) -> float | None:
 def rounded(number: float, dtype: torch.dtype) -> float:
     """The number that a tensor of a floating-point dtype stores for `number`."""
     return float(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype))
-
-
-def is_scale(number: float | None) -> bool:
-    """Whether an engine may multiply scores, or cap them, by a number: it is positive and finite,
-    in float32 too.
-
-    Engines differ for others. Flash attention hides scores before it scales them, and subtracts the
-    largest before: minus infinity times a negative number is infinite, and times 0 it is NaN.
-    PyTorch's attention on the CPU gives NaN for is_causal=True with a scale of 0 or less.
-    """
-    return number is not None and _LEAST <= number <= _MOST
 
 
 def scale_of_call(scale: Any, head_dim: Any) -> float | None:

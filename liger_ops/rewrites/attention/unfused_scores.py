@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...accepted import is_scale
 from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
 from ..engine.canonical.call import FUNCTIONS, METHODS
 from ..engine.rewrite import Refused
 from .attention_products import Scores, product_of_scores
-from .numbers import constant, is_scale
+from .numbers import constant
 
 # Models apply about ten operations to their scores, and five to their weights.
 DEPTH = 32

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from attention_graphs import as_it_is, compiled, heads, results
 from causal_masks import causal
 from data_masks import on_the_cpu
+from liger_ops.accepted import is_scale
 from liger_ops.rewrites.attention import causal_attention, masked_attention, sdpa
-from liger_ops.rewrites.attention.numbers import constant, is_scale
+from liger_ops.rewrites.attention.numbers import constant
 
 LENGTH = 6
 REWRITES = [
