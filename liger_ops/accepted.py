@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,7 @@ AT_LEAST_1 = Accepted("at least 1", lambda value: value >= 1)
 # Numbers of bytes.
 ABOVE_0 = Accepted("above 0 or None", lambda value: value >= 1)
 POSITIVE = Accepted("a number above 0", lambda value: 0 < value < float("inf"))
-# A comparison, because math.isfinite would make a constant of a symbolic number.
-FINITE = Accepted("a finite number", lambda value: -float("inf") < value < float("inf"))
+FINITE = Accepted("a finite number", math.isfinite)
 FRACTION = Accepted("from 0 to 1", lambda value: 0 <= value <= 1)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import AT_LEAST_0, FINITE
+from ...accepted import AT_LEAST_0
 from .gated import AXES, gate_and_up, gradients, silu_gradient
 
 
@@ -16,7 +16,7 @@ from .gated import AXES, gate_and_up, gradients, silu_gradient
     strides=torch.Tag.needs_fixed_stride_order,
     axes=AXES,
     dtype="gate+up",
-    options={"alpha": FINITE, "limit": AT_LEAST_0, "up_offset": FINITE},
+    options={"limit": AT_LEAST_0},
 )
 def clamped_swiglu(
     gate: Tensor, up: Tensor | None = None,

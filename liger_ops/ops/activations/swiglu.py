@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import FINITE
 from .gated import AXES, gate_and_up, gradients, multiplied, silu_gradient, times
 
 
-@library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
-    axes=AXES,
-    dtype="gate+up",
-    options=dict.fromkeys(("gate_multiplier", "down_multiplier"), FINITE),
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order, axes=AXES, dtype="gate+up")
 def swiglu(
     gate: Tensor, up: Tensor | None = None,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,

@@ -40,6 +40,7 @@ class UnfusedAttention:
         scale: the number that the products are multiplied by, the softcap left aside.
         softcap: the bound of the scores, or None.
         masks: in the order in which they are applied, all after the softcap.
+        fills: the tensors in which the code stores the numbers of masks.
         sinks: (H,), the score of each head's further key, whose value is 0, or None.
         back: the views that bring (B, H, S, E) into the shape of `root`.
         nodes: everything that is computed between the operands and the result, with `root`.
@@ -55,6 +56,7 @@ class UnfusedAttention:
     sinks: fx.Node | None
     back: tuple[View, ...]
     nodes: frozenset[fx.Node]
+    fills: tuple[fx.Node, ...] = ()
 
     @property
     def is_call(self) -> bool:
@@ -116,7 +118,7 @@ def attention_at(root: fx.Node) -> UnfusedAttention | None:
         back = (joined, *back)
     nodes = frozenset((root, *scores.nodes))
     return UnfusedAttention(
-        root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes
+        root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes, scores.fills
     )
 
 
@@ -153,7 +155,7 @@ def _check(found: UnfusedAttention, state: GraphState) -> None:
     first = min(found.nodes, key=state.order.__getitem__)
     # The nodes themselves have no other users. One may be written in place by the next one, and
     # by nothing else.
-    if state.written(found.inputs(), first, found.root):
+    if state.written(found.inputs(), first, found.root) or state.ever_written(found.fills):
         raise Refused("a tensor is written in place between its operations")
 
 

@@ -45,6 +45,7 @@ class UnfusedScores:
         cap: the factor after tanh, or None without tanh.
         masks: each with what it has where a score stays and the number for the others, or None
             twice if it is added; and whether it is one of scores (B * H, S, T).
+        fills: the tensors in which the code stores those numbers.
         heads: H, if the code makes (B, H, S, T) of those.
         sinks: (H,), the numbers in the scores' last column.
         are_weights: whether these are the weights.
@@ -57,6 +58,7 @@ class UnfusedScores:
     scale: float = 1.0
     cap: float | None = None
     masks: tuple[tuple[fx.Node, bool | None, float | None, bool], ...] = ()
+    fills: tuple[fx.Node, ...] = ()
     heads: int | None = None
     sinks: fx.Node | None = None
     are_weights: bool = False
@@ -227,7 +229,8 @@ def _filled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
     if not isinstance(mask, fx.Node) or value(mask).dtype != torch.bool:
         return None
     visible = call.op == "where" and place == 1
-    return _with_mask(node, inner, mask, visible, number)
+    filled = _with_mask(node, inner, mask, visible, number)
+    return replace(filled, fills=(*inner.fills, fill)) if is_tensor(fill) else filled
 
 
 def _with_mask(

@@ -66,6 +66,12 @@ def row_of_bytes_without_a_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k) + mask.view(torch.float32)).softmax(-1) @ v
 
 
+def fill_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    fill = torch.tensor(-1e9)
+    fill.zero_()
+    return scores(q, k).masked_fill(~causal(q, k), fill).softmax(-1) @ v
+
+
 def query_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q = q * 1.0
     raw = scores(q, k)
@@ -124,6 +130,7 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v: scores(q, k).masked_fill(~causal(q, k), float("nan")).softmax(-1) @ v,
         "fills hidden scores with nan",
     ),
+    "fill-written": (fill_written, "is written in place"),
     "mask-written": (mask_written, "may hide every key of a row"),
     "two-modes": (two_modes, "different gradient or autocast modes"),
     "in-place-and-before": (scores_in_place_and_before, "is used elsewhere, by"),
