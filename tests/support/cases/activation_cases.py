@@ -191,7 +191,8 @@ OPS = (
     *gated(
         "clamped_swiglu",
         {
-            "alpha": (1.702, 1.0, -0.7), "limit": (7.0, 0.5, float("inf")), "up_offset": (1.0, 0.0, -1.0),
+            "alpha": (1.702, 1.0, -0.7), "limit": (7.0, 0.5, float("inf")),
+            "up_offset": (1.0, 0.0, -1.0),
         },
         {"limit": 0.8},
     ),
