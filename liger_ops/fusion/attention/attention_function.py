@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from ...accepted import is_scale
 from ...rewrites.attention import flash_attention
 from ...rewrites.attention.flex_attention import kernel_options, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
@@ -51,6 +52,7 @@ def attention_function(
             softcap = others.get("softcap")
             plain = all(others.get(name) is None for name in LEFT) and dropout == 0
             plain = plain and (softcap is None or adds == "softcap") and now is original
+            plain = plain and _are_scales(scaling, softcap)
             if plain and (sinks is not None) is has_sinks and not others.get("output_attentions"):
                 given = (query, key, value, attention_mask, scaling, sinks, softcap)
                 return _attention(*given), None
@@ -62,6 +64,14 @@ def attention_function(
         return now(module, query, key, value, attention_mask, **arguments)
 
     return attention
+
+
+def _are_scales(*numbers: Any) -> bool:
+    """Whether the engines take these numbers, None being a default."""
+    return all(
+        number is None or (isinstance(number, (int, float)) and is_scale(number))
+        for number in numbers
+    )
 
 
 def _attention(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...accepted import is_scale
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Form:
 def is_factor(value: Any) -> bool:
     """Whether a value is a number that the op can scale logits by."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
+    return is_number and is_scale(value)
 
 
 def keeps_columns(index: Any, dims: int, columns: int) -> bool:

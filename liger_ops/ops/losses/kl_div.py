@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import AT_LEAST_0
+from ...accepted import FINITE_AT_LEAST_0
 from . import distribution_loss
 from .distribution_loss import REDUCTIONS, TINY, Form
 
@@ -17,7 +17,7 @@ from .distribution_loss import REDUCTIONS, TINY, Form
     strides=torch.Tag.needs_fixed_stride_order,
     axes="input=* v, target=* v -> loss=[* v]",
     dtype="float32+input+target",
-    options={"reduction": REDUCTIONS, "eps": AT_LEAST_0},
+    options={"reduction": REDUCTIONS, "eps": FINITE_AT_LEAST_0},
 )
 def kl_div(
     input: Tensor, target: Tensor, reduction: str = "batchmean",

@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ...accepted import is_scale
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.replay import fake_mode_of
@@ -18,6 +19,7 @@ from .attention_products import Operand
 from .mask.algebra import known
 from .mask.scopes import Scope, parts, scopes
 from .masks import Mask, States
+from .numbers import scale_of_call
 
 # The node of a result, and what is known of the place.
 Place = tuple[fx.Node, Any]
@@ -84,6 +86,9 @@ def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str
         return "it runs inside of a torch.func transform, such as vmap"
     if value(arguments["dropout_p"]) != 0:
         return "it has dropout, and another kernel would drop other weights"
+    scale = scale_of_call(arguments.get("scale"), value(arguments["query"]).shape[-1])
+    if not is_scale(scale):
+        return f"its scale is {scale or value(arguments['scale'])}, and engines differ for it"
     return None if arguments["attn_mask"] is None else _misfit(arguments)
 
 

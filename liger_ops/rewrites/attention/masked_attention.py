@@ -50,6 +50,7 @@ from .mask.blocks import dense_datum
 from .mask.proof import sees_a_key, window
 from .mask.scopes import Scope
 from .masks import Mask, States, visible_past
+from .numbers import scale_of_call
 from .sdpa import LOWEST_FILL, as_root, operands
 from .unfused_attention import UnfusedAttention, unfused_attentions
 
@@ -102,15 +103,15 @@ def rewrite_unfused(graph: fx.Graph, report: Report) -> None:
 
 def _of_call(node: fx.Node, arguments: dict[str, Any]) -> UnfusedAttention:
     """What a call of scaled_dot_product_attention computes."""
-    scale = arguments.get("scale")
-    if scale is None:
-        scale = 1.0 / math.sqrt(value(arguments["query"]).shape[-1])
-    if not isinstance(scale, (int, float)):
-        raise Refused("its scale is not a constant")
+    head_dim = value(arguments["query"]).shape[-1]
+    if not isinstance(head_dim, int):
+        raise Refused("the size of its heads is not fixed")
+    scale = scale_of_call(arguments.get("scale"), head_dim)
+    assert scale is not None
     query, key, values = (Operand(arguments[name]) for name in ("query", "key", "value"))
     mask = mask_of(arguments)
     return UnfusedAttention(
-        node, query, key, values, float(scale), None, (mask,), None, (), frozenset({node})
+        node, query, key, values, scale, None, (mask,), None, (), frozenset({node})
     )
 
 
@@ -152,7 +153,7 @@ def _condition(
     for mask in found.masks:
         if value(mask.source).requires_grad:
             raise Refused("its mask has a gradient")
-        if mask.fill is not None and mask.fill > LOWEST_FILL:
+        if mask.fill is not None and not mask.fill <= LOWEST_FILL:
             raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough")
     condition = visible_past(found.masks, scope, states, shape)
     if (datum := dense_datum(data_of(condition))) is not None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..engine.canonical import calls, same, value
+from ..engine.casts import represents
 from ..engine.graph_state import GraphState
 from ..engine.layout import noticed
 from ..engine.replay import fake_mode_of
@@ -101,6 +102,7 @@ def operands(found: UnfusedAttention, state: GraphState) -> list[fx.Node]:
         if (
             cast is not None
             and value(source).dtype != dtype == value(cast.args[0]).dtype
+            and represents(value(source).dtype, dtype)
             and not state.written([cast.args[0]], source, root)
         ):
             operand = Operand(cast.args[0], operand.views)
@@ -140,7 +142,7 @@ def _mask(
         raise Refused("its mask may hide every key of a row, for which kernels differ")
     for bias in biases:
         wide = value(bias.source).dtype
-        if torch.promote_types(wide, dtype) != dtype:
+        if not represents(dtype, wide):
             raise Refused(f"its bias is {wide}, and would be rounded to {dtype}")
     added = [mask.tensor.before(root) for mask in _of(found, filled=False)]
     shown = [_visible(mask, root) for mask in _of(found, filled=True)]
@@ -162,7 +164,7 @@ def _of(found: UnfusedAttention, filled: bool) -> list[Mask]:
 
 def _visible(mask: Mask, at: fx.Node) -> fx.Node:
     assert mask.fill is not None
-    if mask.fill > LOWEST_FILL:
+    if not mask.fill <= LOWEST_FILL:
         raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough to be 0")
     node = mask.tensor.before(at)
     return node if mask.visible else derive(at, torch.logical_not, node)

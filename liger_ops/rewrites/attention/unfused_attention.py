@@ -4,8 +4,9 @@
 
 with any of softcap, masks and a column of sinks left out. `unfused_attentions` yields each place.
 The code is followed back from the last product, through casts and views, to the softmax, and on to
-the first product. Casts are ignored: attention kernels compute
-scores and softmax in float32, whatever the storage, and so round less often than the code.
+the first product. Casts to the dtype of the result or a wider one are ignored: attention kernels
+compute scores and softmax in float32, whatever the storage, and so round less often than the code.
+A narrower dtype, or one of integers, is what the code rounds to on purpose.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..engine.canonical import IDENTITY, canonical, is_tensor, same, value
+from ..engine.casts import represents
 from ..engine.effects import writes
 from ..engine.graph_state import GraphState
 from ..engine.report import Report
@@ -38,6 +40,7 @@ class UnfusedAttention:
         scale: the number that the products are multiplied by, the softcap left aside.
         softcap: the bound of the scores, or None.
         masks: in the order in which they are applied, all after the softcap.
+        fills: the tensors in which the code stores the numbers of masks.
         sinks: (H,), the score of each head's further key, whose value is 0, or None.
         back: the views that bring (B, H, S, E) into the shape of `root`.
         nodes: everything that is computed between the operands and the result, with `root`.
@@ -53,6 +56,7 @@ class UnfusedAttention:
     sinks: fx.Node | None
     back: tuple[View, ...]
     nodes: frozenset[fx.Node]
+    fills: tuple[fx.Node, ...] = ()
 
     @property
     def is_call(self) -> bool:
@@ -114,7 +118,7 @@ def attention_at(root: fx.Node) -> UnfusedAttention | None:
         back = (joined, *back)
     nodes = frozenset((root, *scores.nodes))
     return UnfusedAttention(
-        root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes
+        root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes, scores.fills
     )
 
 
@@ -139,6 +143,9 @@ def _check(found: UnfusedAttention, state: GraphState) -> None:
     """Raise Refused if the nodes cannot be replaced, whatever replaces them."""
     if reason := foreign([*found.inputs(), found.root]):
         raise Refused(reason)
+    for node in found.nodes:
+        if _rounds(node, value(found.root).dtype):
+            raise Refused(f"{node.name}, a value on the way, is rounded to {value(node).dtype}")
     if state.transformed(found.root):
         raise Refused("it runs inside of a torch.func transform, such as vmap")
     _check_users(found.nodes, found)
@@ -148,8 +155,17 @@ def _check(found: UnfusedAttention, state: GraphState) -> None:
     first = min(found.nodes, key=state.order.__getitem__)
     # The nodes themselves have no other users. One may be written in place by the next one, and
     # by nothing else.
-    if state.written(found.inputs(), first, found.root):
+    if state.written(found.inputs(), first, found.root) or state.ever_written(found.fills):
         raise Refused("a tensor is written in place between its operations")
+
+
+def _rounds(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node rounds its inputs to a dtype that lacks values of `dtype`."""
+    known = value(node)
+    if not isinstance(known, Tensor) or represents(known.dtype, dtype):
+        return False
+    inputs = [value(one) for one in node.all_input_nodes]
+    return not all(represents(known.dtype, x.dtype) for x in inputs if isinstance(x, Tensor))
 
 
 def _check_users(nodes: Iterable[fx.Node], found: UnfusedAttention) -> None:

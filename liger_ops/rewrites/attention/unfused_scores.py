@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from ...accepted import is_scale
 from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
 from ..engine.canonical.call import FUNCTIONS, METHODS
+from ..engine.rewrite import Refused
 from .attention_products import Scores, product_of_scores
+from .numbers import constant
 
 # Models apply about ten operations to their scores, and five to their weights.
 DEPTH = 32
@@ -43,6 +45,7 @@ class UnfusedScores:
         cap: the factor after tanh, or None without tanh.
         masks: each with what it has where a score stays and the number for the others, or None
             twice if it is added; and whether it is one of scores (B * H, S, T).
+        fills: the tensors in which the code stores those numbers.
         heads: H, if the code makes (B, H, S, T) of those.
         sinks: (H,), the numbers in the scores' last column.
         are_weights: whether these are the weights.
@@ -55,6 +58,7 @@ class UnfusedScores:
     scale: float = 1.0
     cap: float | None = None
     masks: tuple[tuple[fx.Node, bool | None, float | None, bool], ...] = ()
+    fills: tuple[fx.Node, ...] = ()
     heads: int | None = None
     sinks: fx.Node | None = None
     are_weights: bool = False
@@ -62,7 +66,17 @@ class UnfusedScores:
     difference: str | None = None
 
     def scale_and_softcap(self) -> tuple[float, float | None]:
-        return (self.scale, None) if self.cap is None else (self.scale * self.cap, self.cap)
+        """The two numbers.
+
+        Raises:
+            Refused: an engine cannot multiply by one of them.
+        """
+        softcap = self.cap
+        scale = self.scale if softcap is None else self.scale * softcap
+        for number in (scale, softcap):
+            if number is not None and not is_scale(number):
+                raise Refused(f"its scores are multiplied by {number}")
+        return scale, softcap
 
     def but(self, difference: str) -> UnfusedScores:
         return replace(self, difference=self.difference or difference)
@@ -120,6 +134,8 @@ def _start(product: Scores) -> UnfusedScores | None:
     if scale is None:
         return None
     scores = UnfusedScores(product, product.nodes, scale)
+    if not is_scale(scale):
+        scores = scores.but(f"its scores are multiplied by {scale}")
     return scores if product.bias is None else _with_mask(product.nodes[0], scores, product.bias)
 
 
@@ -174,13 +190,14 @@ def _scaled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
     if is_tensor(other):
         return inner.but("its scores are multiplied by a tensor")
     factor = constant(other)
-    if factor is None or factor == 0:
+    if factor is None:
         return None
-    factor = 1.0 / factor if call.op == "div" else factor
     if inner.masks:
         return inner.but("its scores are scaled after a mask is added")
-    if not 0 < factor < math.inf:
-        return inner.but(f"its scores are multiplied by {factor}")
+    if not is_scale(factor):
+        done = "divided" if call.op == "div" else "multiplied"
+        return inner.but(f"its scores are {done} by {factor}")
+    factor = 1.0 / factor if call.op == "div" else factor
     if inner.cap is None:
         return replace(inner, scale=inner.scale * factor)
     return replace(inner, cap=inner.cap * factor)
@@ -212,7 +229,8 @@ def _filled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
     if not isinstance(mask, fx.Node) or value(mask).dtype != torch.bool:
         return None
     visible = call.op == "where" and place == 1
-    return _with_mask(node, inner, mask, visible, number)
+    filled = _with_mask(node, inner, mask, visible, number)
+    return replace(filled, fills=(*inner.fills, fill)) if is_tensor(fill) else filled
 
 
 def _with_mask(
@@ -283,22 +301,6 @@ _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     return same(tuple(value(a).shape), tuple(value(b).shape))
-
-
-def constant(argument: Any) -> float | None:
-    """A number that is known at compile time, also one that the code stores in a tensor."""
-    known = value(argument)
-    if isinstance(argument, fx.Node) and isinstance(known, Tensor) and known.dim() == 0:
-        place = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2}.get(
-            operation(argument) or ""
-        )
-        if place is None or place >= len(argument.args):
-            return None
-        return constant(argument.args[place])
-    if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat)):
-        return None
-    # Dynamo keeps floats symbolic with dynamic=True; this adds the guard that it has this value.
-    return float(known)
 
 
 def numbers_of_heads(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...accepted import is_scale
 from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, same, value
 from ..engine.pattern import Pattern
 from ..engine.rewrite import Refused, derive, foreign, number
@@ -104,7 +105,7 @@ def _computed(chain: LogitsPath, call: Call) -> LogitsPath | None:
         further = _capped(chain, number(capped["softcap"]))
         return further and replace(further, logits=capped["logits"], nodes=nodes)
     scale = _scale(call)
-    if scale is None or scale <= 0:
+    if scale is None or not (is_scale(scale) and is_scale(chain.scale * scale)):
         return None
     source = next(one for one in call.args if is_tensor(one))
     return chain.from_source(source, scale=chain.scale * scale)

@@ -73,6 +73,32 @@ def test_eager(name: str, kind: str, calls: list[Any]) -> None:
     assert torch.equal(step(made, inputs)["logits"], expected["logits"])
 
 
+@pytest.mark.parametrize("scaling", [-0.3, 0.0, torch.tensor(0.3, dtype=torch.float64)])
+def test_a_scaling_that_engines_do_not_take(scaling: Any, calls: list[Any]) -> None:
+    """A negative one would turn minus infinity into infinity in flash attention."""
+    made, inputs = model("mistral"), batch("left")
+    for layer in made.model.layers:
+        layer.self_attn.scaling = scaling
+    expected = step(made, inputs)
+    fuse_attention(made)
+    with blocks_everywhere():
+        assert_same(step(made, inputs), expected)
+    assert calls == []
+
+
+@pytest.mark.skipif(not OWN_CAPS, reason="the default of Gemma 2 is SDPA")
+@pytest.mark.parametrize("cap", [-1.5, 0.0])
+def test_soft_caps_that_engines_do_not_take(cap: float, calls: list[Any]) -> None:
+    made, inputs = model("gemma2", torch.float32), batch("left")
+    fuse_attention(made)
+    for layer in made.model.layers:
+        layer.self_attn.attn_logit_softcapping = cap
+    with blocks_everywhere():
+        found = step(made, inputs)
+    assert unfuse(made) == 1 and calls == []
+    torch.testing.assert_close(found, step(made, inputs), equal_nan=True, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.skipif(
     not OWN_CAPS,
     reason="SDPA is the default of Gemma 2 in an older transformers, and leaves the cap out",

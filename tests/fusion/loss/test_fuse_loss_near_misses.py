@@ -186,6 +186,7 @@ NEAR_MISSES: dict[str, tuple[Any, str]] = {
     "clamped": (of_logits(lambda self, x: self.head(x).clamp(-50, 50)), "forward applies clamp to"),
     "shifted": (of_logits(lambda self, x: self.head(x) + 0.5), "forward applies add to its logits"),
     "negative": (of_logits(lambda self, x: -self.head(x)), "forward applies neg to its logits"),
+    "subnormal": (of_logits(lambda self, x: self.head(x) / 1e-42), "applies div to its logits"),
     "normalised": (
         of_logits(lambda self, x: self.head(x).log_softmax(-1)),
         "its forward applies log_softmax to its logits",

@@ -47,6 +47,12 @@ CAUSAL: dict[str, Mask] = {
     "least number": lambda q, k: torch.where(causal(q, k), torch.zeros(()), least()),
     "masked_fill": float_mask(causal, float("-inf")),
     "product": lambda q, k: (1.0 - causal(q, k).float()) * least(),
+    "half precision": lambda q, k: torch.full((q, k), least()).triu(1).half().float(),
+    "float8 with infinity": lambda q, k: (
+        torch.full((q, k), least()).triu(1).to(torch.float8_e5m2).float()
+    ),
+    "bytes": lambda q, k: causal(q, k).to(torch.uint8) > 0,
+    "a rounded comparison": lambda q, k: causal(q, k) & (torch.full((q, k), 2**24 + 1) <= 2.0**24),
     "int32": lambda q, k: (
         torch.arange(k, dtype=torch.int32) <= torch.arange(q, dtype=torch.int32)[:, None]
     ),

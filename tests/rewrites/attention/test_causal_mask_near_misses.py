@@ -47,7 +47,17 @@ NEAR_MISSES: dict[str, Mask] = {
     "bytes that wrap": lambda q, k: (
         (torch.arange(k) * 43).to(torch.uint8) <= (torch.arange(q) * 43).to(torch.uint8)[:, None]
     ),
+    # PyTorch converts the number to the dtype of the tensor, -1 to 255 and 0.999 to 1.
+    "a number that wraps": lambda q, k: causal(q, k) | (torch.zeros(q, k, dtype=torch.uint8) <= -1),
+    "a number that is rounded": lambda q, k: (~causal(q, k)).bfloat16() <= 0.999,
+    # A dtype without infinity has -448 in its place, and one without 0 a small number.
+    "float8": lambda q, k: low(q, k).to(torch.float8_e4m3fn).float(),
+    "float8 without 0": lambda q, k: causal(q, k).float().to(torch.float8_e8m0fnu).float().bool(),
 }
+
+
+def low(q: int, k: int) -> Tensor:
+    return torch.full((q, k), float("-inf")).triu(1)
 
 
 def _written(mask: Tensor) -> Tensor:

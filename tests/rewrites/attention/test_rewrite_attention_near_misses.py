@@ -55,6 +55,23 @@ def low_rows_without_a_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k) + mask).softmax(-1) @ v
 
 
+def row_of_integers_without_a_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.where(causal(q, k).tril(-1), 0, -(10**9))
+    return (scores(q, k) + mask.to(q.dtype)).softmax(-1) @ v
+
+
+def row_of_bytes_without_a_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The bytes of the lowest float32."""
+    mask = torch.where(causal(q, k).tril(-1), 0, -8388609).to(torch.int32)
+    return (scores(q, k) + mask.view(torch.float32)).softmax(-1) @ v
+
+
+def fill_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    fill = torch.tensor(-1e9)
+    fill.zero_()
+    return scores(q, k).masked_fill(~causal(q, k), fill).softmax(-1) @ v
+
+
 def query_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q = q * 1.0
     raw = scores(q, k)
@@ -107,6 +124,13 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "filled-row": (rows_without_a_key, "may hide every key of a row"),
     "added-row": (low_rows_without_a_key, "may hide every key of a row"),
+    "integers-row": (row_of_integers_without_a_key, "may hide every key of a row"),
+    "bytes-row": (row_of_bytes_without_a_key, "may hide every key of a row"),
+    "nan-fill": (
+        lambda q, k, v: scores(q, k).masked_fill(~causal(q, k), float("nan")).softmax(-1) @ v,
+        "fills hidden scores with nan",
+    ),
+    "fill-written": (fill_written, "is written in place"),
     "mask-written": (mask_written, "may hide every key of a row"),
     "two-modes": (two_modes, "different gradient or autocast modes"),
     "in-place-and-before": (scores_in_place_and_before, "is used elsewhere, by"),

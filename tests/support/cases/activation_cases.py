@@ -183,7 +183,7 @@ def gated(name: str, choices: Fields, sampled: Fields, *options: Fields) -> list
 OPS = (
     *gated(
         "swiglu",
-        {"gate_multiplier": (1.0, 0.5, -0.3), "down_multiplier": (1.0, 0.088)},
+        {"gate_multiplier": (1.0, 0.5, -0.3), "down_multiplier": (1.0, 0.088, -1.0)},
         {"gate_multiplier": 0.7, "down_multiplier": 1.3},
         {"up_dtype": FP32},
     ),
@@ -191,7 +191,8 @@ OPS = (
     *gated(
         "clamped_swiglu",
         {
-            "alpha": (1.702, 1.0), "limit": (7.0, 0.5, float("inf")), "up_offset": (1.0, 0.0),
+            "alpha": (1.702, 1.0, -0.7), "limit": (7.0, 0.5, float("inf")),
+            "up_offset": (1.0, 0.0, -1.0),
         },
         {"limit": 0.8},
     ),

@@ -108,14 +108,14 @@ def coeffs_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     _, logit, _, _ = logit_terms(case, tensors)
     # The slope of a sigmoid is at most 1/4. An entry of h_res changes at most by itself times the
     # change of two logits, and each of the 2 * tmax divisions rounds it.
-    return [1 + logit / 4, case.post_mult * (1 + logit / 4), 2 * case.tmax + 2 * logit]
+    return [1 + logit / 4, abs(case.post_mult) * (1 + logit / 4), 2 * case.tmax + 2 * logit]
 
 
 def coeffs_gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     mix, logit, rstd, alpha = logit_terms(case, tensors)
     tokens = torch.Size(case.shape[:-2]).numel()
     upstream = max(largest(tensors, "dh_pre", "dh_post", "dh_res"))
-    dlogit = upstream * max(1.0, case.post_mult) * (1 + logit + 2 * case.tmax)
+    dlogit = upstream * max(1.0, abs(case.post_mult)) * (1 + logit + 2 * case.tmax)
     columns = case.shape[-2] * (case.shape[-2] + 2)
     dmix = dlogit * alpha
     x, phi = largest(tensors, "x", "phi")
@@ -155,7 +155,7 @@ def hyper_connection(
             # The dtype of h_pre, h_post and h_res, or of phi, b and the alphas.
             "other_dtype": (FP32, SAME), "f_dtype": (SAME, FP32), "rms_eps": (1e-6, 1e-2),
             "pre_eps": (0.01, 0.0, 0.1), "sinkhorn_eps": (1e-6, 1e-2, 0.0),
-            "post_mult": (2.0, 1.0),
+            "post_mult": (2.0, 1.0, -2.0),
             # The deviation of the logits, about, and the mean of b.
             "sharpness": (1.0, 0.1, 4.0), "b_shift": (0.0,),
         },

@@ -121,7 +121,7 @@ CHOICES = {
     "key_heads": (1,), "key_layout": LAYOUTS, "layout": LAYOUTS,
     "dy_layout": (*DY_LAYOUTS, "model"),
     "kernel_size": ((3,),), "dilation": ((1,),), "is_causal": ((False,),),
-    "border": ("clipped", "shifted"), "softmax_scale": (None, 1.0, -0.3), "tile": (None,),
+    "border": ("clipped", "shifted"), "softmax_scale": (None, 1.0, -0.3, 0.0), "tile": (None,),
 }  # fmt: skip
 
 

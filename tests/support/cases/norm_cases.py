@@ -100,7 +100,7 @@ def norm(name: str, *, dim: int = -1, **fields: Any) -> OpUnderTest:
 
 
 RMS_OPTIONS = {
-    "weight_dtype": PARAMETER, "eps": EPS, "offset": (0.0, 1.0), "casting_mode": MODES,
+    "weight_dtype": PARAMETER, "eps": EPS, "offset": (0.0, 1.0, -0.5), "casting_mode": MODES,
 }  # fmt: skip
 # layer_norm must subtract a mean far from zero before it squares.
 SHIFTED = {"weight_dtype": PARAMETER, "bias_dtype": PARAMETER, "eps": EPS, "shift": (0.0, 30.0)}

@@ -1,4 +1,4 @@
-"""The lowest and the highest number that a float mask may hold, from the code that computes it."""
+"""The lowest and the highest number that a mask may hold, from the code that computes it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...engine.canonical import arguments, operation, value
+from ..numbers import constant
 
 Bounds = tuple[float, float]
 # Parameters, activations, integers and what is computed from them are taken to be in these bounds.
@@ -23,6 +24,7 @@ _KEPT = {
     *("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "expand", "expand_as"),
     *("broadcast_to", "transpose", "swapaxes", "permute", "t", "T", "mT", "contiguous", "clone"),
     *("detach", "to", "type", "type_as", "float", "double", "half", "bfloat16", "getitem"),
+    *("int", "long", "short", "char", "byte"),
     *("repeat", "tile"),
 }
 # Functions that make large numbers or infinities of ordinary ones.
@@ -36,7 +38,7 @@ _UNBOUNDED = {
 class MaskBounds:
     """Bounds of a graph's nodes. `outer` maps a checkpointed block's inputs to what it is given.
 
-    `read` collects the float tensors that the bounds were derived from: they hold if none of those
+    `read` collects the tensors that the bounds were derived from: they hold if none of those
     is written in place.
     """
 
@@ -47,20 +49,25 @@ class MaskBounds:
     def of(self, argument: Any) -> Bounds:
         known = value(argument)
         if isinstance(known, (bool, int, float)):
-            return (float(known), float(known))
+            return UNKNOWN if math.isnan(known) else (float(known), float(known))
         if not isinstance(known, Tensor) or not isinstance(argument, fx.Node):
-            return ORDINARY if isinstance(known, (torch.SymInt, torch.SymFloat)) else UNKNOWN
+            if isinstance(known, torch.SymFloat):
+                # Adds the guard that it has this value.
+                number = constant(argument)
+                return UNKNOWN if number is None else self.of(number)
+            return ORDINARY if isinstance(known, torch.SymInt) else UNKNOWN
         if known.dtype == torch.bool:
             return (0.0, 1.0)
-        if not known.is_floating_point():
-            return ORDINARY
         self.read.add(argument)
         self._depth += 1
-        found = self._of_floats(argument, known) if self._depth <= DEPTH else UNKNOWN
+        found = self._of_numbers(argument, known) if self._depth <= DEPTH else UNKNOWN
         self._depth -= 1
-        return held(found, known.dtype)
+        if known.is_floating_point():
+            return held(found, known.dtype)
+        # Integers are ordinary, unless the code writes others.
+        return found if all(map(math.isfinite, found)) else ORDINARY
 
-    def _of_floats(self, node: fx.Node, known: Tensor) -> Bounds:
+    def _of_numbers(self, node: fx.Node, known: Tensor) -> Bounds:
         if node.op in ("placeholder", "get_attr"):
             if node in self.outer:
                 return self.of(self.outer[node])
@@ -68,7 +75,7 @@ class MaskBounds:
             return ORDINARY if is_learned else UNKNOWN
         name = operation(node)
         if name in _KEPT and node.args:
-            return self.of(node.args[0])
+            return self._of_same(node, node.args[0])
         rule = _RULES.get(name)
         if rule is not None:
             try:
@@ -80,9 +87,14 @@ class MaskBounds:
             return UNKNOWN
         return ORDINARY if all(inside(self.of(one), ORDINARY) for one in inputs) else UNKNOWN
 
+    def _of_same(self, node: fx.Node, x: Any) -> Bounds:
+        """The bounds of the numbers of x, which `node` has too, unless it reads their bytes."""
+        is_read_anew = operation(node) == "view" and value(x).dtype != value(node).dtype
+        return UNKNOWN if is_read_anew else self.of(x)
+
 
 def held(bounds: Bounds, dtype: torch.dtype) -> Bounds:
-    """The bounds after rounding to `dtype`, in which a number too large is infinite."""
+    """The bounds after rounding to `dtype`, in which a number too large is infinite or NaN."""
     most = torch.finfo(dtype).max
     low, high = bounds
     return (low if low >= -most else -math.inf, high if high <= most else math.inf)
@@ -98,7 +110,9 @@ def _union(*parts: Bounds) -> Bounds:
 
 def _product(of: MaskBounds, x: Any, y: Any) -> Bounds:
     a, b = of.of(x), of.of(y)
-    if isinstance(value(x), Tensor) and isinstance(value(y), Tensor):
+    tensors = [one for one in (value(x), value(y)) if isinstance(one, Tensor)]
+    are_integers = not any(one.is_floating_point() for one in tensors)
+    if len(tensors) == 2 or (are_integers and inside(_union(a, b), ORDINARY)):
         return ORDINARY if inside(_union(a, b), ORDINARY) else UNKNOWN
     if not all(map(math.isfinite, (*a, *b))):
         return UNKNOWN

@@ -16,8 +16,10 @@ from torch import Tensor, fx
 
 from ...engine.canonical import arguments, is_tensor, operation
 from ...engine.canonical import value as traced
+from ...engine.casts import represents
 from ...engine.graph_state import needed_by
 from ...engine.memory import is_plain
+from ..numbers import rounded
 from .algebra import (
     Affine,
     Datum,
@@ -79,7 +81,7 @@ class IndexFunctions:
         example = traced(node)
         if not self.data or not is_tensor(node) or not is_plain(example):
             return None
-        if example.dtype.is_floating_point or example.dtype.is_complex:
+        if not represents(torch.int64, example.dtype):
             return None
         places = tuple(
             affine(0) if known(size == 1) else index(axis)
@@ -153,14 +155,13 @@ def held(leaf: Affine, dtype: torch.dtype) -> Affine:
     """The number in `dtype`; raises Unknown where rounding or overflow might change it.
 
     The floats that are accepted are 0, 1, -1, infinities, and those so large that only their sign
-    matters.
+    matters, in dtypes that have all of these, as the narrowest float with infinities does.
     """
     constant, slopes = leaf.constant, leaf.slopes
     if dtype.is_floating_point:
-        if isinstance(constant, (int, float)) and leaf.is_constant:
-            constant = float(constant)
-            if abs(constant) > torch.finfo(dtype).max:
-                constant = float("inf") if constant > 0 else -float("inf")
+        is_number = isinstance(constant, (int, float)) and leaf.is_constant
+        if is_number and represents(dtype, torch.float8_e5m2):
+            constant = rounded(float(constant), dtype)
             if constant in (0.0, 1.0, -1.0) or abs(constant) >= 1e30:
                 return affine(constant)
     elif isinstance(constant, float):

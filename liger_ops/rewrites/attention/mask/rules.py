@@ -29,7 +29,6 @@ from .algebra import (
     choose,
     differ,
     either,
-    equal,
     index,
     is_condition,
     known,
@@ -155,6 +154,7 @@ def _permute(of: IndexFunctions, node: fx.Node, x: Any, *dims: Any) -> Value:
 @rule("contiguous", "clone", "detach", "to", "type", "type_as", "bool", "int", "long", "float")
 @rule("half", "double", "bfloat16", "cuda", "cpu")
 def _cast(of: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: Any) -> Value:
+    """The same numbers, or Unknown if the dtype of `node` does not hold one of them (`settled`)."""
     return of.value(x)
 
 
@@ -226,14 +226,6 @@ def elementwise(name: str, function: Callable[..., Value], *more: str) -> None:
         return lift(function, *(number(of.shaped(operand, shape)) for operand in operands))
 
     rule(name, *more)(apply)
-
-
-elementwise("ge", at_least, "greater_equal")
-elementwise("le", lambda x, y: at_least(y, x), "less_equal")
-elementwise("lt", lambda x, y: negation(at_least(x, y)), "less")
-elementwise("gt", lambda x, y: negation(at_least(y, x)), "greater")
-elementwise("eq", equal)
-elementwise("ne", lambda x, y: negation(equal(x, y)), "not_equal")
 
 
 def logical(name: str, function: Callable[..., Value], *more: str) -> None:
