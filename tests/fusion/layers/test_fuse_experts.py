@@ -147,6 +147,7 @@ def tokens(count: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 def test_autocast_is_that_of_the_implementation(implementation: str, dtype: torch.dtype) -> None:
     """grouped_mm computes in the dtype of the weights, and batched_mm in autocast's."""
     module = experts().to(dtype)
+    exact = copy.deepcopy(module).double()
     module.config._experts_implementation = implementation
     given = tokens()
     found = []
@@ -158,6 +159,10 @@ def test_autocast_is_that_of_the_implementation(implementation: str, dtype: torc
     rough = torch.bfloat16 in (dtype, None if implementation == "grouped_mm" else torch.bfloat16)
     bounds = {"rtol": 3e-2, "atol": 3e-2} if rough else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(found[1], found[0], **bounds)
+    x, index, weights = given
+    truth = exact(x.to(dtype).double(), index, weights.double())
+    error = float((found[1][0].double() - truth).norm() / truth.norm())
+    assert (error > 1e-4) is rough
 
 
 # Dynamo of torch 2.11 calls no function of a module while it traces.
