@@ -321,6 +321,14 @@ def _frozen(value: Any, name: str) -> Any:
     raise NotAnOp(f"it reads {name}, a {type(value).__name__}")
 
 
+def is_set_on(module: nn.Module, name: str) -> bool:
+    """Whether the instance has an attribute of this name, which hides the class's."""
+    if torch.compiler.is_compiling():
+        # Dynamo guards on an absent name if it is looked up.
+        getattr(module, name, None)
+    return name in vars(module)
+
+
 def say_once(module: nn.Module, reason: str) -> None:
     """Warn that a module runs its own code, once per module and reason."""
     if torch.compiler.is_compiling():

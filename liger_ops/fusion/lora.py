@@ -20,12 +20,12 @@ from ..ops.activations.tiled_mlp import ACTIVATIONS
 from ..ops.lora_linear import lora_linear
 from ..torch_private import FakeTensor
 from . import classes, sharding
-from .assumptions import say_once
+from .assumptions import is_set_on, say_once
 from .layers.experts import peft_experts
 from .layers.installed import Facts
 from .layers.program import CHILD, OP, Program, Step, Value
 from .loss.head import obstacle_beside
-from .loss.lora import LAYER, adapters_of
+from .loss.lora import LAYER, NUMBERS, adapters_of
 from .planning import Plan
 from .probing import NotAnOp, Probes
 from .versions import read
@@ -34,6 +34,9 @@ KIND = "lora"
 # Attribute of a fused layer's class: a function of the layer, in the place of a call.
 READER = "_liger_ops_lora"
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
+# The methods of a layer that its forward calls, and that the op stands for.
+METHODS = ("_cast_input_dtype", "_check_forward_args")
+LINEAR = nn.Linear.forward
 
 
 class Lora(NamedTuple):
@@ -82,14 +85,18 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
     @functools.wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or _computes_base(self) or not isinstance(x, Tensor):
-            return original(self, x, *args, **kwargs)
-        lora = lora_of(self)
+            return base.forward(self, x, *args, **kwargs)
+        lora = lora_of(self) if base.forward is original else "its class has another forward"
         if isinstance(lora, str):
             say_once(self, lora)
-            return original(self, x)
+            return base.forward(self, x)
         return lora_linear(x, *lora) if _fits(self, x, lora) else original(self, x)
 
-    return {"forward": forward, READER: _if_not_called}
+    def read(layer: Any) -> Lora | None:
+        is_fused = type(layer).forward is forward and base.forward is original
+        return _if_not_called(layer) if is_fused else None
+
+    return {"forward": forward, READER: read}
 
 
 def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
@@ -159,6 +166,11 @@ def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
     `sharded`: whether its parameters may be DTensors, which FSDP2 makes plain for a call.
     """
     base = layer.base_layer
+    for method in METHODS:
+        if is_set_on(layer, method):
+            return f"the instance has a {method} of its own"
+    if nn.Linear.forward is not LINEAR:
+        return "torch.nn.Linear has another forward"
     if classes.class_of(base) is not nn.Linear:
         return f"its base_layer is a {type(base).__name__}, not a torch.nn.Linear"
     adapters = adapters_of(layer, "it")
@@ -175,9 +187,13 @@ def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
         reason = obstacle_beside(part, what)
         if reason is not None:
             return reason
-    lora = Lora(base.weight, lora_a.weight, lora_b.weight, layer.scaling[name], base.bias)
-    for tensor in (lora.weight, lora.a, lora.b):
-        if type(tensor) not in PLAIN and not (sharded and type(tensor).__name__ == "DTensor"):
+    scale = layer.scaling[name]
+    if type(scale) not in NUMBERS:
+        return f"its scaling is a {type(scale).__name__}, not a number"
+    lora = Lora(base.weight, lora_a.weight, lora_b.weight, scale, base.bias)
+    accepted = {type(None), *PLAIN}
+    for tensor in (lora.weight, lora.a, lora.b, lora.bias):
+        if type(tensor) not in accepted and not (sharded and type(tensor).__name__ == "DTensor"):
             return f"it holds a {type(tensor).__name__}, not a plain tensor"
     return lora if lora.weight.dim() == 2 else "it holds a part of its weight"
 

@@ -35,9 +35,9 @@ def lora_linear(
     gradient that is not required, such as a frozen weight's, is neither computed nor allocated.
 
     y is rounded twice: x @ weight.T + bias, and the sum. With a and b of a wider dtype, float32
-    beside bfloat16, x @ a.T and the gradients of a and b are computed in that dtype, for which x
-    and dy are converted. What is added to y and dx are products of operands of x's dtype. Under
-    autocast, inputs are cast as those of a linear layer are.
+    beside bfloat16, all products of a and b, and what they are added to, have that dtype, for which
+    x, dy and the layer's results are converted. Under autocast, inputs are cast as those of a
+    linear layer are.
 
     Args:
         x: (..., D), floating point.
@@ -150,10 +150,11 @@ def _activation(call: Any, suffix: str = "") -> tuple[Callable[..., Any], tuple[
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """total + scale * left @ right, of total's dtype; in its memory where nothing else sees it."""
-    left, right = left.to(total.dtype), right.to(total.dtype)
-    add = total.addmm_ if is_eager(total, left, right) else total.addmm
-    return add(left, right, alpha=scale)
+    """total + scale * left @ right, summed in left's dtype and rounded to total's. It is in total's
+    memory if the dtypes are equal and nothing else sees it."""
+    wide = total.to(left.dtype)
+    add = wide.addmm_ if is_eager(wide, left, right) else wide.addmm
+    return add(left, right, alpha=scale).to(total.dtype)
 
 
 library.keep_dtypes_under_autocast("lora_linear_forward", "lora_linear_backward")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...ops.heads.head import Head, cast_as_linear
-from ...ops.heads.lora import lora_input
+from ...ops.heads.lora import lora_input, narrowed
 from ..vocab_parallel import ShardedLoss
 from ..vocab_parallel.collectives import Gathered, Replicated
 from ..vocab_parallel.shard import VocabShard
@@ -91,7 +91,7 @@ class Arguments(NamedTuple):
             if call.lora_x is None or lora_b is None:
                 return Head(x, weight, bias)
             lora_x, lora_b = self.rows("lora_x", call.lora_x)[0], self.of_words("lora_b", lora_b)
-            return Head(x, weight, bias, lora_x.to(x.dtype), lora_b.to(x.dtype))
+            return Head(x, weight, bias, *narrowed(lora_x, lora_b, x.dtype))
         lora_a: Tensor | None = getattr(call, f"{prefix}lora_a")
         if lora_b is not None:
             lora_b = self.of_words(f"{prefix}lora_b", lora_b)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...torch_private import FakeTensor
 from .. import classes, tensor_parallel
+from ..assumptions import is_set_on
 from ..gather_hooks import has_hooks
 from ..sharding import shape_of
 from ..tensor_parallel import OverWords
@@ -143,7 +144,7 @@ def obstacle_beside(module: Any, what: str, but_shard: bool = False) -> str | No
     """What a call of a module does beside its forward, and beside sharding if `but_shard`."""
     if not isinstance(module, nn.Module):
         return None
-    if "forward" in vars(module) and not but_shard:
+    if is_set_on(module, "forward") and not but_shard:
         return f"{what} has a forward of its own"
     if module._compiled_call_impl is not None:
         return f"{what} is compiled by itself"

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from .. import tensor_parallel
 
 LAYER = "peft.tuners.lora.layer.Linear"
+# The types of a factor of a LoRA that an op takes as a number. A tensor may have a gradient.
+NUMBERS = (int, float)
 
 
 class LoraHead:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...nn.cross_entropy import token_accuracy
 from ...ops.heads.head import cast_as_linear, needed_gradients
 from ...ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ...ops.heads.lora import narrowed
 from ...ops.losses.cross_entropy import cross_entropy_forward
 from ..tensor_parallel import as_input
 from .deferred import DeferredLogits
@@ -73,7 +74,9 @@ class OfHidden(Source):
 
     def results(self, target: Tensor, **options: Any) -> Results:
         x, weight, bias = cast_as_linear(self.x, self.weight, self.bias)
-        lora_x, lora_b = (t if t is None else t.to(x.dtype) for t in (self.lora_x, self.lora_b))
+        lora_x = lora_b = None
+        if self.lora_x is not None and self.lora_b is not None:
+            lora_x, lora_b = narrowed(self.lora_x, self.lora_b, x.dtype)
         loss, _, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
             x,
             weight,

@@ -72,7 +72,8 @@ def linear_cross_entropy(
     With lora_a and lora_b, the logits are x @ (weight + lora_scale * lora_b @ lora_a).T + bias. The
     sum of the weights is never formed: lora_x = lora_scale * x @ lora_a.T has R columns, and a
     second product, lora_x @ lora_b.T, is added to a chunk of logits, which is rounded to x's dtype
-    before and after. x is cast to lora_a's dtype for lora_x, then lora_x and lora_b to x's. lora_a,
+    before and after. x is cast to lora_a's dtype for lora_x. If that is wider than x's, lora_x and
+    lora_b are split into numbers of x's dtype and the rests, in 3R columns of the product. lora_a,
     lora_b and x have gradients, and a frozen weight has none; the gradient of lora_b is summed over
     the chunks as that of weight is. Where dropout comes before lora_a, or several LoRAs are added,
     give lora_x and lora_b to `linear_cross_entropy_forward`, those of several side by side.

@@ -14,7 +14,7 @@ def lora_input(
     op: str, x: Tensor, weight: Tensor,
     lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float, prefix: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """lora_x = lora_scale * x @ lora_a.T, and lora_b, both in x's dtype; or None and None.
+    """lora_x = lora_scale * x @ lora_a.T, and lora_b, as `narrowed` to x's dtype; or None and None.
 
     x is cast to lora_a's dtype for the product, as peft does, and autocast casts both. `prefix` is
     that of the names of the op's arguments.
@@ -32,7 +32,32 @@ def lora_input(
     assert lora_a is not None and lora_b is not None
     lora_a, lora_b, _ = cast_as_linear(lora_a, lora_b, None)
     lora_x = lora_scale * torch.nn.functional.linear(x.to(lora_a.dtype), lora_a)
-    return lora_x.to(x.dtype), lora_b.to(x.dtype)
+    return narrowed(lora_x, lora_b, x.dtype)
+
+
+def narrowed(lora_x: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A lora_x and a lora_b of a dtype whose product is that of these, as if it were not rounded.
+
+    A number of a wider dtype is a rounded one and the rounded rest. Three products of them stand
+    side by side, so that R is three times as large; that of both rests is left out.
+    """
+    x, b = lora_x.to(dtype), lora_b.to(dtype)
+    if (
+        torch.promote_types(dtype, lora_x.dtype)
+        == torch.promote_types(dtype, lora_b.dtype)
+        == dtype
+    ):
+        return x, b
+    # Cast again, so that the gradients of the parts are added in the wider dtype.
+    xs = x, _rest(lora_x, x), lora_x.to(dtype)
+    return torch.cat(xs, -1), torch.cat([b, lora_b.to(dtype), _rest(lora_b, b)], -1)
+
+
+def _rest(wide: Tensor, rounded: Tensor) -> Tensor:
+    """What rounding left of numbers, rounded: a constant, because their gradient is the other's."""
+    rest = wide.detach() - rounded.detach()
+    # Of numbers that the dtype does not hold, infinities are added once.
+    return rest.nan_to_num(0.0, 0.0, 0.0).to(rounded.dtype)
 
 
 def _check(

@@ -147,6 +147,7 @@ def tokens(count: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 def test_autocast_is_that_of_the_implementation(implementation: str, dtype: torch.dtype) -> None:
     """grouped_mm computes in the dtype of the weights, and batched_mm in autocast's."""
     module = experts().to(dtype)
+    exact = copy.deepcopy(module).double()
     module.config._experts_implementation = implementation
     given = tokens()
     found = []
@@ -158,6 +159,10 @@ def test_autocast_is_that_of_the_implementation(implementation: str, dtype: torc
     rough = torch.bfloat16 in (dtype, None if implementation == "grouped_mm" else torch.bfloat16)
     bounds = {"rtol": 3e-2, "atol": 3e-2} if rough else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(found[1], found[0], **bounds)
+    x, index, weights = given
+    truth = exact(x.to(dtype).double(), index, weights.double())
+    error = float((found[1][0].double() - truth).norm() / truth.norm())
+    assert (error > 1e-4) is rough
 
 
 # Dynamo of torch 2.11 calls no function of a module while it traces.
@@ -192,10 +197,11 @@ def test_sentinels_of_expert_parallelism() -> None:
     fuse(fused)
     x, index, weights = tokens()
     index[:, 0] = 3
-    weights = weights.masked_fill(index == 3, 0.0).requires_grad_()
+    weights.requires_grad_()
     found = []
     for one in (module, fused):
-        y = one(x, index, weights)
+        # As routers mask them. transformers 5.17 has a gradient of their weights behind the mask.
+        y = one(x, index, weights.masked_fill(index == 3, 0.0))
         found.append((y.detach(), *torch.autograd.grad(y.sum(), [weights, *one.parameters()])))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
@@ -301,7 +307,13 @@ def test_a_step_of_every_family(model_type: str) -> None:
         found = []
         for one in (model, fused):
             one.to(dtype).zero_grad()
-            loss = one(input_ids=x, labels=x, attention_mask=mask).loss
+            try:
+                loss = one(input_ids=x, labels=x, attention_mask=mask).loss
+            except AttributeError as error:
+                # GraniteMoe's in transformers 5.17, which records no router's logits.
+                if one is model:
+                    pytest.skip(f"this version of transformers cannot train the model: {error}")
+                raise
             loss.backward()
             found.append((loss.detach(), *(p.grad for p in one.parameters())))
         # Routers and norms of models compute in float32.

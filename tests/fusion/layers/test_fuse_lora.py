@@ -56,7 +56,7 @@ def assert_same(model: nn.Module, other: nn.Module, dtype: torch.dtype = torch.f
     x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
     for a, b in zip(step(model, x), step(other, x), strict=True):
         assert a.dtype is b.dtype
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-5)
 
 
 def calls_of(model: nn.Module) -> int:
@@ -165,6 +165,42 @@ def set_scale(model: Any) -> None:
     first(model).set_scale("default", 0.25)
 
 
+def learn_scale(model: Any) -> None:
+    layer = first(model)
+    layer.register_parameter("scale", nn.Parameter(torch.tensor(1.7)))
+    layer.scaling["default"] = layer.scale
+
+
+def add_bias(model: Any) -> None:
+    first(model).lora_A["default"].bias = nn.Parameter(torch.ones(2))
+
+
+def set_type(model: Any) -> None:
+    scaled = {"forward": lambda self, x: 1.5 * nn.Linear.forward(self, x)}
+    first(model).lora_A["default"].__class__ = type("Scaled", (nn.Linear,), scaled)
+
+
+def set_own(name: str, part: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Set a method on an instance, whose result is doubled."""
+
+    def change(model: Any) -> None:
+        own = getattr(part(model), name)
+        setattr(part(model), name, lambda *args, **options: 2 * own(*args, **options))
+
+    return change
+
+
+def set_class_of(part: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Set a subclass, whose forward doubles the result."""
+
+    def change(model: Any) -> None:
+        base = type(part(model))
+        doubled = {"forward": lambda self, *args: 2 * base.forward(self, *args)}
+        part(model).__class__ = type("Doubled", (base,), doubled)
+
+    return change
+
+
 def set_weight(model: Any) -> None:
     base = first(model).base_layer
     base.weight = nn.Parameter(base.weight.detach() * 2)
@@ -188,6 +224,17 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int, str | None]] = {
         hooked(lambda m: first(m).lora_dropout["default"]), 1, "its dropout has hooks"
     ),
     "hook of the layer": (hooked(first), 2, None),
+    "scale with a gradient": (learn_scale, 1, "its scaling is a Parameter, not a number"),
+    "bias": (add_bias, 1, f"{WHAT} whose adapter default has a bias"),
+    "type of A": (set_type, 1, f"{WHAT} whose adapter default has a Scaled"),
+    "forward of A": (
+        set_own("forward", lambda m: first(m).lora_A["default"]), 1,
+        "its lora_A has a forward of its own",
+    ),
+    "cast": (
+        set_own("_cast_input_dtype", first), 1, "the instance has a _cast_input_dtype of its own"
+    ),
+    "class": (set_class_of(first), 2, None),
 }  # fmt: skip
 
 
@@ -221,6 +268,28 @@ def test_a_compiled_model_follows_changes() -> None:
             change(one)
         assert_same(compiled, model)
     assert liger_ops_of(recorder.forwards[-2:]) == {"lora_linear_forward": 1}
+
+
+@pytest.mark.parametrize(
+    "change", (set_own("forward", lambda m: first(m).lora_A["default"]), learn_scale)
+)
+def test_a_compiled_layer_runs_its_own_code_after_a_change(change: Callable[[Any], Any]) -> None:
+    model, fused = adapted(), adapted(True)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    assert_same(compiled, model)
+    for one in (model, fused):
+        change(one)
+    assert_same(compiled, model)
+
+
+@pytest.mark.parametrize("cls", (nn.Linear, peft.tuners.lora.layer.Linear))
+def test_a_method_that_is_replaced_in_a_class(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fused = adapted(), adapted(True)
+    original = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, *args: 1.5 * original(self, *args))
+    with pytest.warns(UserWarning, match="has another forward"):
+        assert_same(fused, model)
 
 
 def test_back_and_forth() -> None:
@@ -339,6 +408,7 @@ MLP_CHANGES: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda model: down(model).lora_dropout.update({"default": nn.Dropout(1.0)}),
     "activation": lambda model: setattr(model.base_model.model[0], "act_fn", nn.Tanh()),
     "projection": lambda model: setattr(model.base_model.model[0], "down_proj", nn.Identity()),
+    "class": set_class_of(down),
     "hook of the gate": hooked(lambda model: model.base_model.model[0].gate_proj),
 }
 

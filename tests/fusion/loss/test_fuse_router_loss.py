@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,13 @@ def test_what_the_op_does_not_compute(model: nn.Module) -> None:
     untouched = Model()
     fuse(model)
     assert model(None) == untouched(None) == 0
+    given = routers()
+    # A mask of other tokens: the function's own error, whatever the op would say.
+    for mask in (MASK[:, 1:3], MASK.repeat(3, 1)):
+        with pytest.raises(RuntimeError) as expected:
+            untouched(given, mask)
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            model(given, mask)
     uneven = (*routers(), *routers(tokens=5))
     assert torch.equal(model(uneven), untouched(uneven))
     assert torch.equal(model(uneven[:3], MASK.double()), untouched(uneven[:3], MASK.double()))

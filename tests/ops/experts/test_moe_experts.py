@@ -175,6 +175,34 @@ def test_no_pre_activation_is_made_where_no_gradient_is_needed() -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
+@pytest.mark.parametrize("bias", (False, True))
+def test_the_gradients_of_weights_of_the_router(folder: str, bias: bool) -> None:
+    """A sentinel's is 0, whatever is in its row of h. That of a bias is a sum in float32."""
+    case = OP.case(
+        shape=(33, 64), dtype=torch.bfloat16, router_dtype=torch.float32, width=16, experts=5,
+        routing="sentinels", bias=bias, loras=(), return_pre_activation=True,
+        output_mask=[False, False, False, True, *[False] * 6],
+    )  # fmt: skip
+    given = OP.tensors(case)
+    given["down"] = torch.zeros_like(given["down"])
+    given["pre_activation"][int(given["offsets"][-1]) :] = float("nan")
+    ids, dy = given["top_k_index"].long(), given["dy"].double()
+    exists = (ids >= 0) & (ids < case.experts)
+    expected = torch.zeros(ids.shape, dtype=torch.float64, device=DEVICE)
+    if bias:
+        products = dy @ given["down_bias"].double().t()
+        expected = products.gather(1, ids.where(exists, 0)).where(exists, 0.0)
+    args = OP.backward_args(case, given)
+    definition = library.OPS["moe_experts_backward"].definition
+    for backward in (definition, OP.kernel(folder, backward=True)):
+        with torch.no_grad():
+            found = backward(*args)[3]
+        assert not found[~exists].any() and found.isfinite().all()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
 def test_a_dropped_token_does_not_hear_of_its_weight(folder: str) -> None:
     index, weights = torch.tensor([[0, 3]]), torch.tensor([[1.0, float("nan")]])
     x, gate_up, down = torch.ones(1, 4), torch.ones(3, 2, 4), torch.ones(3, 4, 1)

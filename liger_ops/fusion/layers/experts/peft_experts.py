@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import classes
-from ...assumptions import say_once
+from ...assumptions import is_set_on, say_once
 from ...gather_hooks import has_hooks
+from ...loss.lora import NUMBERS
 from ...sharding import is_held_by_fsdp
 from ...versions import read
 
@@ -21,6 +22,8 @@ NAME = "experts with LoRA"
 # The method of fused experts that takes arguments of moe_experts for LoRAs, then those of forward.
 # It returns None where the op does not compute what the module's code does.
 ADAPTED = "_liger_ops_adapted"
+# The methods of a wrapper that form a weight.
+METHODS = ("_activate_lora", "get_delta_weight", "get_delta_factors", "get_param")
 WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 # The parameters that may have a LoRA, and the names of its arguments of moe_experts.
 PREFIXES = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
@@ -90,6 +93,13 @@ def _obstacle(one: Any, experts: Any, names: list[str]) -> str | None:
     layers = [part[name] for name in names for part in (one.lora_A, one.lora_B)]
     if any(type(of.weight) is not nn.Parameter and not is_held_by_fsdp(of) for of in layers):
         return f"the LoRA of {parameter} has no plain Parameters"
+    if parameter not in experts._parameters:
+        return f"its {type(experts).__name__} holds no Parameter {parameter}"
+    if any(type(one.scaling[name]) not in NUMBERS for name in names):
+        return f"the scaling of {parameter} is not a number"
+    for method in METHODS:
+        if is_set_on(one, method):
+            return f"a {classes.class_of(one).__name__} has a {method} of its own"
     return None
 
 
