@@ -158,7 +158,7 @@ def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
     `sharded`: whether its parameters may be DTensors, which FSDP2 makes plain for a call.
     """
     base = layer.base_layer
-    if classes.class_of(base) is not nn.Linear:
+    if classes.class_before(base) is not nn.Linear:
         return f"its base_layer is a {type(base).__name__}, not a torch.nn.Linear"
     adapters = adapters_of(layer, "it")
     if isinstance(adapters, str):

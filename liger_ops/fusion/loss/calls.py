@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import head_hooks
-from .deferred import DeferredLogits
+from . import head_hooks, place
+from .deferral import Deferral
+from .deferred import DeferredLogits, deferred
 from .form import Form
 from .head_call import HeadCall, Say
 from .lora import LoraHead
@@ -37,25 +38,28 @@ class DeferringHead:
         self.calls: list[HeadCall] = []
         self.losses = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.modules[0], name)
-
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not isinstance(hidden, Tensor):
-            return self.modules[0](hidden, *args, **kwargs)
+        is_tensor = isinstance(hidden, Tensor) and not isinstance(hidden, DeferredLogits)
+        if args or kwargs or not is_tensor:
+            return place.call(self.modules[0], hidden, *args, **kwargs)
         call = HeadCall(self, hidden)
         self.calls.append(call)
         # If they are kept, later operations choose and shape rows of the logits themselves.
-        value = self.modules[0](hidden) if self.head is None else None
+        value = self.real(hidden) if self.head is None else None
         root = hidden if value is None else value
         rows = tuple(root.shape[:-1])
-        logits = DeferredLogits(call, root, Form(), rows, rows)
+        logits = Deferral(call, root, Form(), rows, rows)
         if value is None:
             call.made.append(logits)
         logits.value = value
+        return deferred(logits)
+
+    def real(self, hidden: Tensor) -> Tensor:
+        """The logits that the head itself returns."""
+        logits: Tensor = place.call(self.modules[0], hidden)
         return logits
 
-    def loss(self, logits: DeferredLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
+    def loss(self, logits: Deferral, target: Tensor, options: dict[str, Any]) -> Tensor:
         """The cross-entropy of logits, under the options of the model's call."""
         call = logits.call
         self.losses += 1
@@ -84,7 +88,7 @@ class DeferringHead:
         self.beside = self.beside or beside
         return value
 
-    def source(self, logits: DeferredLogits, hidden: Tensor) -> Source:
+    def source(self, logits: Deferral, hidden: Tensor) -> Source:
         assert self.head is not None
         of = OfShardedHead if head_hooks.are_over_words(self.head) else OfHidden
         return of(logits, hidden, self.head, self.options)

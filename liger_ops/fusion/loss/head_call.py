@@ -15,6 +15,12 @@ from . import head_hooks
 from .head import parameter_of
 from .lora import LoraHead
 
+# The error where logits are needed, and computing them would lose their gradient.
+TAKEN = (
+    "the logits are skipped, and {} takes them; skip_logits=False keeps them, and"
+    " liger_ops.unfuse restores the model"
+)
+
 # Called when logits are computed, with the reason and with the operands of the operation.
 Say = Callable[[str, tuple[Any, ...]], None]
 
@@ -80,10 +86,7 @@ class HeadCall:
         frame: Any = sys._getframe()
         while frame is not None:
             if frame.f_code in forwards:
-                raise RuntimeError(
-                    "the logits are skipped, and a torch.autograd.Function takes them;"
-                    " skip_logits=False keeps them, and liger_ops.unfuse restores the model"
-                )
+                raise RuntimeError(TAKEN.format("a torch.autograd.Function"))
             frame = frame.f_back
 
     def in_its_autocast(self, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

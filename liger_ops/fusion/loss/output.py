@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .deferred import DeferredLogits
+from .deferred import deferral_of
 
 # Cache: class of outputs -> class with the additional fields. It is filled when a model is fused,
 # because torch.compile cannot trace the making of a class.
@@ -23,12 +23,12 @@ def settled(output: Any, skips: bool) -> Any:
     needed them, without them, in the form that transformers gives absent values."""
 
     def stays(value: Any) -> bool:
-        return not (skips and isinstance(value, DeferredLogits) and value.value is None)
+        deferral = deferral_of(value)
+        return not skips or deferral is None or deferral.value is not None
 
     def real(value: Any) -> Any:
-        if not isinstance(value, DeferredLogits):
-            return value
-        return value.computed(NO_LOSS)
+        deferral = deferral_of(value)
+        return value if deferral is None else deferral.computed(NO_LOSS)
 
     if isinstance(output, tuple):
         return tuple(real(value) for value in output if stays(value))

@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "number": (Number, own(0.5)),
     "bias": (Biased, own()),
     "slices": (Sliced, own()),
-    "written in place": (InPlace, "its forward applies imul to its logits"),
+    "written in place": (InPlace, "its forward applies mul_ to its logits"),
     "without gradients": (WithoutGradient, "its forward applies mul to its logits"),
 }
 
