@@ -53,22 +53,31 @@ class DeferredLogits(Tensor):
                     return deferred(found)
                 if found is not NOT_RECORDED:
                     return found
+        if len(args) == 2 and args[1] is None and name_of(function) in ("eq", "ne"):
+            return name_of(function) == "ne"
         return done(function, args, kwargs)
-
-    @property
-    def __class__(self) -> Any:
-        return Tensor
 
 
 class _Wrapper(DeferredLogits):
     """Deferred logits that raise in code beneath `__torch_function__`, such as an extension in C++.
     Dynamo, whose graphs have no such code, traces no class with a `__torch_dispatch__`."""
 
+    __slots__ = ()
+
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(TAKEN.format("code beneath PyTorch's functions"))
+
+    @property
+    def __class__(self) -> Any:
+        return Tensor
+
+
+for _class in (DeferredLogits, _Wrapper):
+    # The names that code may read of a tensor's class.
+    _class.__name__, _class.__qualname__, _class.__module__ = "Tensor", "Tensor", "torch"
 
 
 def deferred(deferral: Deferral) -> DeferredLogits:
@@ -158,6 +167,7 @@ def cross_entropy(
     labels = isinstance(target, Tensor) and target.dim() == 1 and target.dtype is torch.int64
     if plain and labels and logits is not None and logits.dim() == 2:
         logits.call.check_gradient()
+        logits.call.check_class(lambda one: isinstance(one, DeferredLogits))
         loss: Tensor = logits.call.head.loss(logits, target, options)
         return loss
     others = {"weight": weight, "size_average": size_average, "reduce": reduce}

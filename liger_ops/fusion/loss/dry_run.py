@@ -22,6 +22,7 @@ from ..layers.rebinding import chain_to, opaque, rebound
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
 from . import place
+from .asked import watched
 from .calls import DeferringHead
 from .deferral import Deferral
 from .deferred import DeferredLogits
@@ -231,8 +232,20 @@ class _DryRun:
         model = stand_in(self.model, self.path.split("."), hidden, layer, names)
         place.prepare(layer)
         before, place.CALLS.active = place.CALLS.active, ((layer, head),)
+        own, classes_asked = set(map(id, (model, layer))), list[Any]()
+
+        def is_stand_in(one: Any) -> bool:
+            return id(one) in own or isinstance(one, DeferredLogits)
+
         try:
-            return forward(model, **arguments), head
+            with watched(is_stand_in, classes_asked):
+                output = forward(model, **arguments)
+            for one in classes_asked:
+                whose = {id(model): "itself", id(layer): "its head"}.get(id(one), "its logits")
+                raise NotAnOp(f"its forward asks for the class of {whose}")
+            if kept := _kept_in(model):
+                raise NotAnOp(f"its forward keeps its logits, in {kept}")
+            return output, head
         except NotAnOp:
             raise
         except Exception as error:
@@ -242,6 +255,15 @@ class _DryRun:
         finally:
             place.CALLS.active = before
             head.finish()
+
+
+def _kept_in(model: nn.Module) -> str | None:
+    """The attribute of a model or of a child that holds deferred logits, or None."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if any(isinstance(one, DeferredLogits) for one in pytree.tree_leaves(value)):
+                return f"{path}.{name}".lstrip(".")
+    return None
 
 
 class _Fails(NotAnOp):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import tensor_parallel
 from ..sharding import shape_of
 from . import head_hooks
+from .asked import asked
 from .head import parameter_of
 from .lora import LoraHead
 
@@ -83,11 +84,16 @@ class HeadCall:
         if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         forwards = _forwards_of(torch.autograd.Function)
-        frame: Any = sys._getframe()
-        while frame is not None:
-            if frame.f_code in forwards:
-                raise RuntimeError(TAKEN.format("a torch.autograd.Function"))
-            frame = frame.f_back
+        if any(frame.f_code in forwards for frame in _frames()):
+            raise RuntimeError(TAKEN.format("a torch.autograd.Function"))
+
+    def check_class(self, is_stand_in: Callable[[Any], bool]) -> None:
+        """Raise where code that changed after `fuse` has asked for the class of the logits."""
+        if torch.compiler.is_compiling():
+            return
+        for frame in _frames():
+            if asked(frame, is_stand_in) is not None:
+                raise RuntimeError(TAKEN.format("code that asks for their class"))
 
     def in_its_autocast(self, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """function(hidden) under the autocast of the call."""
@@ -96,6 +102,14 @@ class HeadCall:
             return function(hidden)
         with torch.autocast(device, self.low, enabled=self.in_autocast):
             return function(hidden)
+
+
+def _frames() -> Iterator[Any]:
+    """The frames that are running, from the innermost out."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _forwards_of(function: Any) -> set[Any]:
