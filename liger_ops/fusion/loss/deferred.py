@@ -40,7 +40,7 @@ class DeferredLogits(Tensor):
         if function is F.cross_entropy:
             return cross_entropy(*args, **kwargs)
         name = ANSWERED.get(function)
-        if name is not None:
+        if name is not None and (not kwargs or name in WITH_OPTIONS):
             logits, *others = args
             if name == "add" and len(args) == 2 and not isinstance(logits, DeferredLogits):
                 others, logits = args[:1], args[1]
@@ -86,9 +86,8 @@ def deferred(deferral: Deferral) -> DeferredLogits:
     shape = hidden.shape if shape is NOT_RECORDED else shape
     dtype = hidden.dtype if dtype is NOT_RECORDED else dtype
     if torch.compiler.is_compiling():
-        # Dynamo makes no wrapper. Nothing reads these elements, and no graph needs them.
-        empty = hidden.new_full((), math.nan, dtype=dtype).expand(shape)
-        logits = empty.as_subclass(DeferredLogits)
+        # Dynamo makes no wrapper. No compiled graph has these elements, because nothing reads them.
+        logits = hidden.new_full(shape, math.nan, dtype=dtype).as_subclass(DeferredLogits)
     else:
         logits = make_wrapper_subclass(_Wrapper, shape, dtype=dtype, device=hidden.device)
     logits._liger_ops_deferral = deferral
@@ -128,6 +127,10 @@ ANSWERED: dict[Any, str] = {
     torch.tanh: "tanh", torch.reshape: "reshape", torch.flatten: "flatten",
     operator.getitem: "__getitem__", Tensor.ndimension: "dim",
 }  # fmt: skip
+
+
+# The methods that take keyword arguments.
+WITH_OPTIONS = ("to", "size", "flatten")
 
 
 def name_of(function: Any) -> str:

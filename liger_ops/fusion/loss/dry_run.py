@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..asked import watched
 from ..layers.rebinding import chain_to, opaque, rebound
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
 from . import place
-from .asked import watched
 from .calls import DeferringHead
 from .deferral import Deferral
 from .deferred import DeferredLogits

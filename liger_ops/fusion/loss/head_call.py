@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import tensor_parallel
+from ..asked import asked
 from ..sharding import shape_of
 from . import head_hooks
-from .asked import asked
 from .head import parameter_of
 from .lora import LoraHead
 

@@ -1,7 +1,7 @@
 """Find code that asks for the class of a tensor or a module, where a stand-in has another.
 
-Logits that are deferred are an instance of a subclass of torch.Tensor, and a fused model and its
-head of subclasses of their classes. isinstance, issubclass and the attributes of a class answer the
+Logits that are deferred and tensors of a trace are instances of a subclass of torch.Tensor, and a
+module that is traced or fused of a subclass of its class. isinstance, issubclass and the attributes of a class answer the
 same for a subclass; `type(x) is torch.Tensor` does not, and no code runs when it is asked. The
 bytecode of the functions that are given a stand-in shows it.
 """
@@ -14,7 +14,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ OVERRIDES = frozenset(
 Question = tuple[str, tuple[str, ...]]
 
 _SKIPPED = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "NOT_TAKEN")
-_OWN = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+_OWN = ("torch", "liger_ops")
 
 
 @functools.lru_cache(maxsize=None)
@@ -96,11 +95,17 @@ def _path_before(steps: list[tuple[str, str]], i: int) -> Question | None:
     return steps[start][1], tuple(name for _, name in steps[start + 1 : i])
 
 
+def is_own(frame: types.FrameType) -> bool:
+    """Whether the code of a frame is PyTorch's, or fuse's."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN
+
+
 def asked(frame: types.FrameType, is_stand_in: Callable[[Any], bool]) -> Any:
     """The stand-in for whose class the code of a frame asks, or None."""
-    if frame.f_code.co_filename.startswith(_OWN):
+    found = questions(frame.f_code)
+    if not found or is_own(frame):
         return None
-    for name, path in questions(frame.f_code):
+    for name, path in found:
         one = frame.f_locals.get(name)
         for attribute in path:
             one = getattr(one, attribute, None)
