@@ -103,7 +103,7 @@ def is_own(frame: types.FrameType) -> bool:
 def asked(frame: types.FrameType, is_stand_in: Callable[[Any], bool]) -> Any:
     """The stand-in for whose class the code of a frame asks, or None."""
     found = questions(frame.f_code)
-    if not found or is_own(frame):
+    if not found or is_own(frame) or frame.f_globals.get("__name__") in sys.stdlib_module_names:
         return None
     for name, path in found:
         one = frame.f_locals.get(name)

@@ -169,6 +169,8 @@ class MLP(nn.Module):
         return self.down(y if self.bias is None else self.bias(y))
 
     def scaled(self, y: Tensor) -> Tensor:
+        if hasattr(self, "extra") or getattr(self.config, "extra", None) is not None:
+            return torch.tanh(y)
         for factor in self.config.factors:
             y = y if factor == 1.0 else y * factor
         return y
@@ -257,6 +259,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
         {
             "dropout": sets("drop.0.p", 0.5), "another-act": sets("act", nn.GELU()),
             "config": sets("config.activation", "tanh"), "list": sets("config.factors", [3.0]),
+            "added": sets("extra", 1.0), "added-to-config": sets("config.extra", 1.0),
             "another-config": sets("config", SimpleNamespace(activation="tanh", factors=[])),
             "method": sets("scaled", torch.sin), "child": sets("bias", nn.Linear(WIDTH, WIDTH)),
             "appended": appends, **hooks("act"), **hooks("drop.0"),

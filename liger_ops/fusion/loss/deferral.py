@@ -62,7 +62,7 @@ class Deferral:
         if self.value is None:
             call.check_gradient()
             call.head.say(why, operands)
-            call.computed = True
+            call.computed = call.head.has_computed = True
             # An operation that writes into one of them is seen in its views, and in no other.
             with torch.set_grad_enabled(call.with_grad):
                 for made in (*call.made, self):

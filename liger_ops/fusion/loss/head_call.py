@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,12 +29,13 @@ Say = Callable[[str, tuple[Any, ...]], None]
 
 class HeadCall:
     """A call of a head, a `DeferringHead`, and the state of PyTorch in which it is made. `made` are
-    its logits that are not computed."""
+    its logits that are not computed, `given` the tensors that stand for them."""
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
         self.head = head
         self.hidden = hidden
         self.made: list[Any] = []
+        self.given: list[weakref.ref[Any]] = []
         self.computed = False
         self.with_grad = torch.is_grad_enabled()
         device = hidden.device.type
@@ -84,14 +86,14 @@ class HeadCall:
         if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         forwards = _forwards_of(torch.autograd.Function)
-        if any(frame.f_code in forwards for frame in _frames()):
+        if any(frame.f_code in forwards for frame in frames()):
             raise RuntimeError(TAKEN.format("a torch.autograd.Function"))
 
     def check_class(self, is_stand_in: Callable[[Any], bool]) -> None:
         """Raise where code that changed after `fuse` has asked for the class of the logits."""
         if torch.compiler.is_compiling():
             return
-        for frame in _frames():
+        for frame in frames():
             if asked(frame, is_stand_in) is not None:
                 raise RuntimeError(TAKEN.format("code that asks for their class"))
 
@@ -104,7 +106,7 @@ class HeadCall:
             return function(hidden)
 
 
-def _frames() -> Iterator[Any]:
+def frames() -> Iterator[Any]:
     """The frames that are running, from the innermost out."""
     frame: Any = sys._getframe(1)
     while frame is not None:
