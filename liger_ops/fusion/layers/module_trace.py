@@ -243,6 +243,11 @@ class StandIn(nn.Module):
             raise AttributeError(name)
         raise NotAnOp(f"it reads {name} of its {self.name}")
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        if self.trace.is_watching:
+            raise NotAnOp(f"it looks for modules or parameters in its {self.name}")
+        return super().named_modules(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if not tensors:
