@@ -33,7 +33,7 @@ _SKIPPED = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "
 _OWN = ("torch", "liger_ops")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def questions(code: types.CodeType) -> frozenset[Question]:
     """The objects for whose class the code of a function asks."""
     found, names = set(), code.co_names

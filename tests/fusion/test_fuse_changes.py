@@ -151,6 +151,14 @@ def test_needs_a_module(function: Callable[[Any], Any]) -> None:
         function([nn.LayerNorm(8)])
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_verify_needs_a_batch(verify: bool) -> None:
+    model = nn.LayerNorm(8)
+    with pytest.raises(TypeError, match=r"fuse: verify must be a batch.*explain\(model, \*\*batch"):
+        fuse(model, verify=verify)
+    assert type(model) is nn.LayerNorm
+
+
 class MLP(nn.Module):
     """A gated MLP that reads a configuration and drops elements."""
 

@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 from . import head_hooks, place
 from .deferral import Deferral
-from .deferred import DeferredLogits, deferral_of, deferred
+from .deferred import DeferredLogits, deferred
 from .form import Form
 from .head_call import HeadCall, Say, frames
 from .lora import LoraHead
@@ -110,18 +110,9 @@ class DeferringHead:
         return of(logits, hidden, self.head, self.options)
 
     def finish(self) -> None:
-        """Compute the logits that something still has, because the weights may change."""
-        for call in self.calls:
-            for logits in call.given:
-                deferral = deferral_of(logits())
-                if deferral is not None and deferral.value is None:
-                    deferral.computed("its forward keeps its logits")
-        self.forget()
-
-    def forget(self) -> None:
         """Forget the logits, which would live in a circle of references."""
         for call in self.calls:
-            call.made, call.given = [], []
+            call.made, call.is_over = [], True
         self.calls = []
 
 

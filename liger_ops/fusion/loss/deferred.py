@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import operator
-import weakref
 from typing import Any
 
 import torch
@@ -91,7 +90,6 @@ def deferred(deferral: Deferral) -> DeferredLogits:
         logits = hidden.new_full(shape, math.nan, dtype=dtype).as_subclass(DeferredLogits)
     else:
         logits = make_wrapper_subclass(_Wrapper, shape, dtype=dtype, device=hidden.device)
-        deferral.call.given.append(weakref.ref(logits))
     logits._liger_ops_deferral = deferral
     return logits
 

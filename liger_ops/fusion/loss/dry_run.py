@@ -254,7 +254,7 @@ class _DryRun:
             ) from None
         finally:
             place.CALLS.active = before
-            head.forget()
+            head.finish()
 
 
 def _kept_in(model: nn.Module) -> str | None:

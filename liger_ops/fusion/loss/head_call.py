@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,13 +28,13 @@ Say = Callable[[str, tuple[Any, ...]], None]
 
 class HeadCall:
     """A call of a head, a `DeferringHead`, and the state of PyTorch in which it is made. `made` are
-    its logits that are not computed, `given` the tensors that stand for them."""
+    its logits that are not computed, `is_over` whether the model's call has returned."""
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
         self.head = head
         self.hidden = hidden
         self.made: list[Any] = []
-        self.given: list[weakref.ref[Any]] = []
+        self.is_over = False
         self.computed = False
         self.with_grad = torch.is_grad_enabled()
         device = hidden.device.type
@@ -82,7 +81,9 @@ class HeadCall:
 
     def check_gradient(self) -> None:
         """Raise where the logits would be an input of an autograd.Function, which has gradients for
-        tensors alone."""
+        tensors alone, and where they are needed after the call, when the weights may be others."""
+        if self.is_over:
+            raise RuntimeError(TAKEN.format("code that keeps them after the call"))
         if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         forwards = _forwards_of(torch.autograd.Function)

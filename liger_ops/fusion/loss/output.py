@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .deferred import deferral_of
@@ -16,6 +19,13 @@ _EXTENDED: dict[type, type] = {}
 
 # Why the logits are computed, if nothing else needs them.
 NO_LOSS = "its forward computed no loss of its head's logits"
+
+
+# Cache: class of outputs -> class of those without logits, which warns where they are read.
+_SKIPPING: dict[type, type] = {}
+
+# Packages that read every field of an output.
+_READERS = ("transformers.utils", "dataclasses", "copy", "pprint", "torch", "liger_ops")
 
 
 def settled(output: Any, skips: bool) -> Any:
@@ -34,8 +44,11 @@ def settled(output: Any, skips: bool) -> Any:
         return tuple(real(value) for value in output if stays(value))
     if not isinstance(output, dict):
         return output
-    values = {name: value for name, value in output.items() if stays(value)}
-    return type(output)(**{name: real(value) for name, value in values.items()})
+    values = {name: real(value) for name, value in output.items() if stays(value)}
+    made = type(output)(**values)
+    if len(values) < len(output) and not torch.compiler.is_compiling():
+        made.__class__ = _SKIPPING.get(type(output), type(output))
+    return made
 
 
 def extend(output: Any, values: dict[str, Tensor]) -> Any:
@@ -51,7 +64,7 @@ def extend(output: Any, values: dict[str, Tensor]) -> Any:
 
 
 def prepare(cls: type) -> None:
-    """Make the class of extended outputs of `cls`.
+    """Make the classes of extended outputs of `cls`, and of those without logits.
 
     For a dataclass, such as a ModelOutput of transformers, it is a subclass with two more fields;
     any other class takes the values as it is.
@@ -61,6 +74,8 @@ def prepare(cls: type) -> None:
     if not dataclasses.is_dataclass(cls):
         _EXTENDED[cls] = cls
         return
+    if any(field.name == "logits" for field in dataclasses.fields(cls)):
+        _SKIPPING[cls] = _skipping(cls)
     fields = {"token_accuracy": "Tensor | None", "predicted_tokens": "Tensor | None"}
     namespace = {
         "__module__": cls.__module__,
@@ -71,6 +86,43 @@ def prepare(cls: type) -> None:
         "__reduce__": _reduce,
     }
     _EXTENDED[cls] = dataclasses.dataclass(type(f"{cls.__name__}WithTokens", (cls,), namespace))
+
+
+def _reads_all(frame: Any) -> bool:
+    """Whether the code of a frame reads every field, such as the methods that dataclasses makes."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith(_READERS) or frame.f_code.co_filename == "<string>"
+
+
+def _skipping(cls: type) -> type:
+    """A class of outputs in which reading absent logits gives None, and a warning that says why.
+
+    They are not computed then: the weights may have changed since, or may be sharded outside of the
+    forward, and dropout would draw another mask.
+    """
+
+    def read(self: Any) -> Any:
+        value = vars(self).get("logits")
+        if value is None and not _reads_all(sys._getframe(1)):
+            warnings.warn(
+                f"liger_ops: the logits of this {cls.__name__} are None, because fuse(model) skips"
+                " them in training. model(**batch, skip_logits=False) returns them, and"
+                " fuse(model, loss=False) leaves the loss as it was",
+                stacklevel=2,
+            )
+        return value
+
+    def write(self: Any, value: Any) -> None:
+        vars(self)["logits"] = value
+
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "logits": property(read, write),
+        "__reduce__": lambda self: (cls, (), None, None, iter(self.items())),
+    }
+    return type(cls.__name__, (cls,), namespace)
 
 
 def _reduce(self: Any) -> Any:
