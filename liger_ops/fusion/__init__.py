@@ -227,9 +227,9 @@ def fuse(
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
     if isinstance(verify, bool):
         raise TypeError(
-            "fuse: verify must be a batch: a dictionary of the arguments of a call, a tuple of them,"
-            f" or the only one, got {verify}. explain(model, **batch, verify=True) compares a model"
-            " that is already fused"
+            "fuse: verify must be a batch: a dictionary of the arguments of a call, a tuple of"
+            f" them, or the only one, got {verify}. explain(model, **batch, verify=True) compares a"
+            " model that is already fused"
         )
     with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
         with torch_linear():

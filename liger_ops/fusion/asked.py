@@ -1,9 +1,9 @@
 """Find code that asks for the class of a tensor or a module, where a stand-in has another.
 
 Logits that are deferred and tensors of a trace are instances of a subclass of torch.Tensor, and a
-module that is traced or fused of a subclass of its class. isinstance, issubclass and the attributes of a class answer the
-same for a subclass; `type(x) is torch.Tensor` does not, and no code runs when it is asked. The
-bytecode of the functions that are given a stand-in shows it.
+module that is traced or fused of a subclass of its class. isinstance, issubclass and the attributes
+of a class answer the same for a subclass; `type(x) is torch.Tensor` does not, and no code runs when
+it is asked. The bytecode of the functions that are given a stand-in shows it.
 """
 
 from __future__ import annotations
