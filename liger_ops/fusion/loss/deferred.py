@@ -41,7 +41,7 @@ class DeferredLogits(Tensor):
             return cross_entropy(*args, **kwargs)
         name = ANSWERED.get(function)
         if name is not None and (not kwargs or name in WITH_OPTIONS):
-            logits, *others = args
+            logits, others = args[0], args[1:]
             if name == "add" and len(args) == 2 and not isinstance(logits, DeferredLogits):
                 others, logits = args[:1], args[1]
             if isinstance(logits, DeferredLogits):
@@ -65,13 +65,13 @@ class _Wrapper(DeferredLogits):
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(TAKEN.format("code beneath PyTorch's functions"))
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         return Tensor
 
 

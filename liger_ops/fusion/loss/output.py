@@ -46,8 +46,9 @@ def settled(output: Any, skips: bool) -> Any:
         return output
     values = {name: real(value) for name, value in output.items() if stays(value)}
     made = type(output)(**values)
-    if len(values) < len(output) and not torch.compiler.is_compiling():
-        made.__class__ = _SKIPPING.get(type(output), type(output))
+    skipping = _SKIPPING.get(type(output))
+    if skipping and len(values) < len(output) and not torch.compiler.is_compiling():
+        made.__class__ = skipping
     return made
 
 
@@ -58,6 +59,8 @@ def extend(output: Any, values: dict[str, Tensor]) -> Any:
     if isinstance(output, tuple):
         return (*output, *values.values())
     cls = type(output)
+    if _SKIPPING.get(cls.__mro__[1]) is cls:
+        cls = cls.__mro__[1]
     if cls not in _EXTENDED:
         prepare(cls)
     return _EXTENDED[cls](**output, **values)
