@@ -55,6 +55,10 @@ def _empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Ten
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
+def _wrapper_subclass(cls: type, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(size).as_subclass(cls)
+
+
 _KERNELS = "the autograd kernels of the ops: PyTorch's own, which are slower, run the formulas"
 _KEYS = f"{_KERNELS}; and the ops under autocast, which raise"
 _NO_HANDING_OVER = "the reuse of a gradient's memory; autograd saves it instead"
@@ -107,6 +111,12 @@ PARTS = {
         "torch._C._nn:scaled_dot_product_attention",
         "attention of fused models within context_parallel",
         F.scaled_dot_product_attention,
+    ),
+    # Logits that are not computed.
+    "make_wrapper_subclass": Part(
+        "torch:Tensor._make_wrapper_subclass",
+        "the error of C++ code that is given skipped logits, which reads NaNs",
+        _wrapper_subclass,
     ),
     # Tracing on tensors without data, and what is known of those in a graph.
     "DisableTorchFunction": Part("torch._C:DisableTorchFunction", _TRACES),

@@ -200,8 +200,8 @@ def fuse(
         how far the results are apart.
 
     Raises:
-        TypeError: model is not a torch.nn.Module, a switch is not a bool, or an argument is not one
-            of these; the text says if the fused model's forward takes it.
+        TypeError: model is not a torch.nn.Module, a switch is not a bool, verify is one, or an
+            argument is not one of these; the text says if the fused model's forward takes it.
         ValueError: with `verify`, the fused model differs from the unfused one, or cannot be
             compared with it. The message says where, and by how much; the model is left as it was.
 
@@ -225,6 +225,12 @@ def fuse(
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
+    if isinstance(verify, bool):
+        raise TypeError(
+            "fuse: verify must be a batch: a dictionary of the arguments of a call, a tuple of"
+            f" them, or the only one, got {verify}. explain(model, **batch, verify=True) compares a"
+            " model that is already fused"
+        )
     with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
         with torch_linear():
             plans = [plan(model) for name, some in PLANS.items() for plan in some if switches[name]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 import types
 import warnings
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .asked import is_own
 from .classes import BEFORE
 from .gather_hooks import keep_results, only_gather
 from .news import is_news
@@ -195,6 +197,12 @@ class Reads:
 
         def __getattribute__(one: Any, name: str) -> Any:
             paths = self._paths.get(id(one), ())
+            if name == "__class__":
+                return base
+            if name == "__dict__" and paths and _gives(sys._getframe(1)):
+                # What code does with it is not seen.
+                where = ".".join((*paths[0][0], *paths[0][1]))
+                raise NotAnOp(f"it reads the __dict__ of {where or 'itself'}")
             if name.startswith("__") or not paths:
                 return base.__getattribute__(one, name)
             for path in paths:
@@ -272,6 +280,11 @@ class Reads:
             tuple(missing),
             bool(children) and children[0] in self._kept,
         )
+
+
+def _gives(frame: types.FrameType) -> bool:
+    """Whether code that reads a module's __dict__ is not PyTorch's, or is `dir`."""
+    return not is_own(frame) or frame.f_code.co_name == "__dir__"
 
 
 def _kind(module: nn.Module, name: str) -> str | None:

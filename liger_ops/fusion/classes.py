@@ -21,9 +21,11 @@ from typing import Any
 from torch import nn
 
 # Makes the methods of a kind from the class to be overridden and the facts.
-Methods = Callable[[type, Any], dict[str, Callable[..., Any]]]
+Methods = Callable[[type, Any], dict[str, Any]]
 
 KINDS: dict[str, Methods] = {}
+# The kinds that `restore` does not count: what another kind needs elsewhere in the model.
+UNCOUNTED: set[str] = set()
 
 # Attribute of a subclass: the class that it replaces, the kind and the facts.
 OVERRIDDEN = "_liger_ops_overridden"
@@ -36,11 +38,13 @@ _subclasses: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionar
 _sharded_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
-def kind(name: str) -> Callable[[Methods], Methods]:
+def kind(name: str, counts: bool = True) -> Callable[[Methods], Methods]:
     """Register the function that makes the methods of a kind. Facts are hashable and picklable."""
 
     def register(methods: Methods) -> Methods:
         KINDS[name] = methods
+        if not counts:
+            UNCOUNTED.add(name)
         return methods
 
     return register
@@ -60,6 +64,13 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     """A module's class, without the methods that FSDP2 added to it."""
     cls = type(module)
     return cls.__bases__[1] if _is_sharded(cls) else cls
+
+
+def class_before(module: nn.Module) -> type[nn.Module]:
+    """A module's class before `fuse`, without the methods that FSDP2 added to it."""
+    cls = class_of(module)
+    before: type[nn.Module] = getattr(cls, BEFORE, cls)
+    return before
 
 
 def set_class(module: nn.Module, cls: type) -> None:
@@ -107,7 +118,7 @@ def restore(model: nn.Module) -> int:
     for module, found in layers.items():
         if found:
             set_class(module, found[0][0])
-    return sum(len(found) for found in layers.values())
+    return sum(name not in UNCOUNTED for found in layers.values() for _, name, _ in found)
 
 
 def _layers(subclass: type) -> list[tuple[type, str, Any]]:

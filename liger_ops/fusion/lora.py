@@ -171,7 +171,7 @@ def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
             return f"the instance has a {method} of its own"
     if nn.Linear.forward is not LINEAR:
         return "torch.nn.Linear has another forward"
-    if classes.class_of(base) is not nn.Linear:
+    if classes.class_before(base) is not nn.Linear:
         return f"its base_layer is a {type(base).__name__}, not a torch.nn.Linear"
     adapters = adapters_of(layer, "it")
     if isinstance(adapters, str):

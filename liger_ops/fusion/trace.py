@@ -37,6 +37,9 @@ TURNED = {
     "__rpow__": operator.pow,
 }
 
+# What a tensor has in a training step, and not in a trace.
+OF_AUTOGRAD = {"requires_grad", "grad_fn", "is_leaf", "grad", "retains_grad", "_version"}
+
 # Operations whose result has the elements of their first argument.
 UNCHANGED = {IDENTITY, "contiguous"}
 
@@ -163,6 +166,8 @@ class Trace(TorchFunctionMode):
             self.is_watching = before
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ in OF_AUTOGRAD:
+            raise NotAnOp(f"it reads {func.__self__.__name__} of a tensor")
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__len__" and type(self._watched(result)) is not int:
             # Python turns what len returns into an int.

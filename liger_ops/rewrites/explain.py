@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .attention.runtime.mask_outputs import with_data
 from .attention.runtime.padding import PADDING
 from .attention.runtime.variants import duplicate
 from .differences import Verification
+from .engine.failure import first_line
 from .engine.report import Finding, Findings
 from .gain import MIB, Gain, measured, saved_bytes
 from .state import state_kept
@@ -104,7 +105,8 @@ def explain(
         the dtype itself beside them, and whether they agree.
 
     Raises:
-        TypeError: verify or measure is not a bool.
+        TypeError: verify or measure is not a bool, or the model fails with its only argument, a
+            dictionary.
         ValueError: with verify, the output has no gradient.
 
     Example:
@@ -140,7 +142,17 @@ def explain(
     torch.compiler.reset()
     try:
         with state_kept(model):
-            torch.compile(model, backend=backend)(*args, **kwargs)
+            try:
+                torch.compile(model, backend=backend)(*args, **kwargs)
+            except Exception as error:
+                if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+                    raise
+                # A model may take a dictionary, so that it is called with one first.
+                raise TypeError(
+                    f"explain: the model fails with its only argument, a {type(args[0]).__name__}"
+                    f" ({first_line(error)}). The arguments of a call, as in model(**batch), are"
+                    " accepted as explain(model, **batch)"
+                ) from error
         verification = verified(model, args, kwargs) if verify else None
         used = [finding.op for finding in findings if finding.used]
         gain = measured(model, args, kwargs, used) if measure else None

@@ -151,6 +151,14 @@ def test_needs_a_module(function: Callable[[Any], Any]) -> None:
         function([nn.LayerNorm(8)])
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_verify_needs_a_batch(verify: bool) -> None:
+    model = nn.LayerNorm(8)
+    with pytest.raises(TypeError, match=r"fuse: verify must be a batch.*explain\(model, \*\*batch"):
+        fuse(model, verify=verify)
+    assert type(model) is nn.LayerNorm
+
+
 class MLP(nn.Module):
     """A gated MLP that reads a configuration and drops elements."""
 
@@ -169,6 +177,8 @@ class MLP(nn.Module):
         return self.down(y if self.bias is None else self.bias(y))
 
     def scaled(self, y: Tensor) -> Tensor:
+        if hasattr(self, "extra") or getattr(self.config, "extra", None) is not None:
+            return torch.tanh(y)
         for factor in self.config.factors:
             y = y if factor == 1.0 else y * factor
         return y
@@ -257,6 +267,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
         {
             "dropout": sets("drop.0.p", 0.5), "another-act": sets("act", nn.GELU()),
             "config": sets("config.activation", "tanh"), "list": sets("config.factors", [3.0]),
+            "added": sets("extra", 1.0), "added-to-config": sets("config.extra", 1.0),
             "another-config": sets("config", SimpleNamespace(activation="tanh", factors=[])),
             "method": sets("scaled", torch.sin), "child": sets("bias", nn.Linear(WIDTH, WIDTH)),
             "appended": appends, **hooks("act"), **hooks("drop.0"),

@@ -107,3 +107,15 @@ def test_explain_of_a_model_that_raises():
 
     with pytest.raises(RuntimeError, match="not today"):
         liger_ops.explain(failing, values(2))
+
+
+def test_explain_of_a_batch_that_is_not_unpacked():
+    """A model that takes a dictionary is given one."""
+
+    class OfBatch(nn.Module):
+        def forward(self, batch):
+            return F.rms_norm(batch["x"], (8,), eps=1e-6)
+
+    assert liger_ops.explain(OfBatch(), {"x": torch.ones(2, 8)}).counts() == {"rms_norm": 1}
+    with pytest.raises(TypeError, match=r"only argument, a dict .* as explain\(model, \*\*batch\)"):
+        liger_ops.explain(nn.Embedding(3, 8), {"input": torch.ones(2, dtype=torch.int64)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from ...torch_private import DataDependentOutputException
 from .. import classes
+from ..asked import is_own, watched
 from ..assumptions import Reads
-from ..probing import NotAnOp, dtype_name, first_line, own_attributes
+from ..probing import MODULE_STATE, NotAnOp, dtype_name, first_line, own_attributes
 from ..sharding import shape_of
 from ..trace import Trace
 
@@ -164,8 +166,13 @@ class ModuleTrace:
         stand_ins = {name: StandIn(name, case, trace, calls) for name in self.called}
         vars(self.copy)["_modules"] = {**self.children, **stand_ins}
         before = own_attributes(self.copy.train(case.training))
+        asked: list[Any] = []
+
+        def is_stand_in(one: Any) -> bool:
+            return isinstance(one, Tensor) or one is self.copy or one in stand_ins.values()
+
         try:
-            with self.reads.of(self.copy), trace.running():
+            with self.reads.of(self.copy), trace.running(), watched(is_stand_in, asked):
                 for name in self.kept:
                     self._note(name, trace, calls)
                 # The method is called directly, because a call of the module would run its hooks.
@@ -179,6 +186,9 @@ class ModuleTrace:
             text = f"{what} fails on fake tensors ({case}): {first_line(error)}"
             reads_values = isinstance(error, DataDependentOutputException)
             raise (NotAnOp if reads_values else FailsInTrace)(text) from None
+        if asked:
+            what = "a tensor" if isinstance(asked[0], Tensor) else "a module"
+            raise NotAnOp(f"it asks for the class of {what}")
         if list(map(id, before.values())) != list(map(id, own_attributes(self.copy).values())):
             raise NotAnOp("its forward changes its attributes")
         leaves, form = pytree.tree_flatten(result)
@@ -221,6 +231,22 @@ class StandIn(nn.Module):
     def __init__(self, name: str, case: Case, trace: Trace, calls: dict[str, ChildCall]) -> None:
         super().__init__()
         self.name, self.case, self.trace, self.calls = name, case, trace, calls
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        if is_own(sys._getframe(1)):
+            return StandIn
+        raise NotAnOp(f"it asks for the class of its {self.name}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MODULE_STATE or is_own(sys._getframe(1)):
+            raise AttributeError(name)
+        raise NotAnOp(f"it reads {name} of its {self.name}")
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        if self.trace.is_watching:
+            raise NotAnOp(f"it looks for modules or parameters in its {self.name}")
+        return super().named_modules(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]

@@ -14,9 +14,10 @@ from ..probing import NotAnOp
 from ..report import FuseReport
 from . import (
     call,  # noqa: F401 (the kind "loss" is registered there)
-    view,
+    place,
 )
-from .dry_run import dry_run
+from .dry_run import LossFacts, dry_run
+from .head import child_of
 
 OP = "linear_cross_entropy"
 
@@ -34,16 +35,16 @@ def fuse(model: nn.Module) -> FuseReport:
                 raise NotAnOp("its loss is a classifier's, of no vocabulary")
             return
         facts, options = dry_run(module, _path_to(module, head))
-        plan.changes.append(lambda: classes.override(module, "loss", facts))
+        plan.changes.append(lambda: install(module, facts))
         plan.fuse(name, module, OP, options, logits_bytes(head.weight))
+
+    def install(module: nn.Module, facts: LossFacts) -> None:
+        place.prepare(child_of(module, facts.head))
+        classes.override(module, "loss", facts)
 
     plan = Plan("loss", model, look)
     for change in plan.changes:
         change()
-    for module in model.modules():
-        facts = classes.overrides(module).get("loss")
-        if facts is not None:
-            view.prepare(module, facts.head)
     return FuseReport(tuple(plan.findings))
 
 
@@ -85,7 +86,6 @@ def _checked(module: nn.Module, path: str) -> str:
         if type(holder).forward is nn.Module.forward or isinstance(holder, nn.Sequential):
             raise NotAnOp(f"its head is in a {type(holder).__name__}, not a child of it")
         for name in vars(holder):
-            # A view of the module calls the methods of the class.
             if name != "loss_function" and inspect.isroutine(getattr(type(holder), name, None)):
                 what = f"its {names[i - 1]}" if i else "the instance"
                 raise NotAnOp(f"{what} has a {name} of its own")

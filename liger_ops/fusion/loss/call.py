@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from .. import classes, tensor_parallel
 from ..news import is_news
-from . import head_hooks, output
+from . import head_hooks, output, place
 from .calls import DeferringHead
+from .deferred import name_of
 from .dry_run import LossFacts, with_traced_loss
 from .head import called_for, head_of
 from .lora import LoraHead
 from .options import CHECKS, LossOptions, taken_from
-from .view import view_class, view_of
 
 
 @classes.kind("loss")
@@ -31,17 +31,22 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
     options_taken = tuple(
         name for name in CHECKS if name not in (*positional, *facts.own_arguments)
     )
-    view = view_class(base)
     traced = with_traced_loss(original) if facts.rebinds else original
     # torch.compile calls _warn once while it traces, and leaves it out of the graph. It is marked
     # here, because marking it where it is defined would import the compiler with liger_ops.
     torch.compiler.assume_constant_result(_warn)
+    # Dynamo does not know the name of every function of PyTorch.
+    torch.compiler.assume_constant_result(name_of)
     # Dynamo does not read the closures of hooks.
     torch.compiler.assume_constant_result(tensor_parallel.constants_of)
     if facts.output_class is not None:
         output.prepare(facts.output_class)
 
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        modules = called_for(self, facts.head)
+        if place.is_active(modules[0]):
+            # The call is made by a forward that computes the loss of this head.
+            return original(self, *args, **kwargs)
         options, kwargs = taken_from(base.__name__, kwargs, options_taken)
         if facts.takes_shift_labels and "shift_labels" not in positional:
             args, kwargs = _with_labels(positional, args, kwargs)
@@ -50,7 +55,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
             _check_unlabelled(base.__name__, options, skip_logits)
             return original(self, *args, **kwargs)
         head: nn.Linear | LoraHead | str | None = head_of(self, facts.head)
-        reason = _obstacle(facts, head, arguments, options)
+        reason = _obstacle(facts, head, arguments, options) or place.prepare(modules[0])
         if skip_logits and reason is not None:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
         skips = self.training if skip_logits is None else skip_logits
@@ -60,7 +65,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
             if not options.asked:
                 return original(self, *args, **kwargs)
             head = None
-            if head_hooks.keep_words_apart(called_for(self, facts.head)[-1]):
+            if head_hooks.keep_words_apart(modules[-1]):
                 raise ValueError(
                     f"{base.__name__}: {options.names} is computed where logits are skipped,"
                     " and its head returns the logits of a rank's words"
@@ -72,9 +77,14 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
                 raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
             _say_once(self, base.__name__, reason)
 
-        deferring = DeferringHead(head, called_for(self, facts.head), options, say)
+        deferring = DeferringHead(head, modules, options, say)
         function = traced if torch.compiler.is_compiling() else original
-        found = function(view_of(self, facts.head, deferring, view), *args, **kwargs)
+        before = place.CALLS.active
+        place.CALLS.active = (*before, (modules[0], deferring))
+        try:
+            found = function(self, *args, **kwargs)
+        finally:
+            place.CALLS.active = before
         if options.asked and not deferring.losses:
             raise ValueError(
                 f"{base.__name__}: {options.names} is computed by the cross_entropy of the"

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
-from . import head_hooks
-from .deferred import DeferredLogits
+from . import head_hooks, place
+from .deferral import Deferral
+from .deferred import DeferredLogits, deferred
 from .form import Form
-from .head_call import HeadCall, Say
+from .head_call import HeadCall, Say, frames
 from .lora import LoraHead
 from .options import LossOptions
 from .value import OfHidden, OfLogits, OfShardedHead, Source, value_of
@@ -24,6 +26,7 @@ class DeferringHead:
     modules: those that a call of the head calls.
     options: those of the call of the model.
     beside: what the options ask for beside the loss, by name.
+    has_computed: whether the logits of any call were computed.
     """
 
     def __init__(
@@ -36,26 +39,43 @@ class DeferringHead:
         self.beside: dict[str, Tensor] = {}
         self.calls: list[HeadCall] = []
         self.losses = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.modules[0], name)
+        self.has_computed = False
+        self.depth = 0 if torch.compiler.is_compiling() else sum(1 for _ in frames())
 
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not isinstance(hidden, Tensor):
-            return self.modules[0](hidden, *args, **kwargs)
+        is_tensor = isinstance(hidden, Tensor) and not isinstance(hidden, DeferredLogits)
+        if args or kwargs or not is_tensor:
+            return place.call(self.modules[0], hidden, *args, **kwargs)
+        if self.in_checkpoint():
+            # The backward calls the head again, when it is no longer in the place of another.
+            self.has_computed = True
+            self.say("its forward calls its head in a checkpoint", ())
+            return place.call(self.modules[0], hidden)
         call = HeadCall(self, hidden)
         self.calls.append(call)
         # If they are kept, later operations choose and shape rows of the logits themselves.
-        value = self.modules[0](hidden) if self.head is None else None
+        value = self.real(hidden) if self.head is None else None
         root = hidden if value is None else value
         rows = tuple(root.shape[:-1])
-        logits = DeferredLogits(call, root, Form(), rows, rows)
+        logits = Deferral(call, root, Form(), rows, rows)
         if value is None:
             call.made.append(logits)
         logits.value = value
+        return deferred(logits)
+
+    def in_checkpoint(self) -> bool:
+        """Whether a checkpoint within the model's forward calls the head."""
+        if torch.compiler.is_compiling():
+            return False
+        inside = list(frames())[: -self.depth]
+        return any(frame.f_code.co_filename == checkpoint.__file__ for frame in inside)
+
+    def real(self, hidden: Tensor) -> Tensor:
+        """The logits that the head itself returns."""
+        logits: Tensor = place.call(self.modules[0], hidden)
         return logits
 
-    def loss(self, logits: DeferredLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
+    def loss(self, logits: Deferral, target: Tensor, options: dict[str, Any]) -> Tensor:
         """The cross-entropy of logits, under the options of the model's call."""
         call = logits.call
         self.losses += 1
@@ -84,20 +104,15 @@ class DeferringHead:
         self.beside = self.beside or beside
         return value
 
-    def source(self, logits: DeferredLogits, hidden: Tensor) -> Source:
+    def source(self, logits: Deferral, hidden: Tensor) -> Source:
         assert self.head is not None
         of = OfShardedHead if head_hooks.are_over_words(self.head) else OfHidden
         return of(logits, hidden, self.head, self.options)
 
-    @property
-    def has_computed(self) -> bool:
-        """Whether the logits of any call were computed."""
-        return any(call.computed for call in self.calls)
-
     def finish(self) -> None:
         """Forget the logits, which would live in a circle of references."""
         for call in self.calls:
-            call.made = []
+            call.made, call.is_over = [], True
         self.calls = []
 
 

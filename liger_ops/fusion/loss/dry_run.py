@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..asked import watched
 from ..layers.rebinding import chain_to, opaque, rebound
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
+from . import place
 from .calls import DeferringHead
+from .deferral import Deferral
 from .deferred import DeferredLogits
 from .form import Form
 from .head import head_of, parameter_of
@@ -29,7 +32,6 @@ from .lora import LoraHead
 from .options import CHECKS, LossOptions
 from .output import settled
 from .stand_in import Names, stand_in
-from .view import view_class, view_of
 
 BATCH = 2
 LENGTHS = (4, 9)
@@ -111,8 +113,8 @@ class _DryHead(DeferringHead):
         found = [self.names[id(x)] for x in operands if id(x) in self.names]
         raise NotAnOp(f"{reason}, with its {found[0]}" if found else reason)
 
-    def loss(self, logits: DeferredLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
-        if target.shape != logits.shape[:-1]:
+    def loss(self, logits: Deferral, target: Tensor, options: dict[str, Any]) -> Tensor:
+        if target.shape != logits.rows:
             raise ValueError("there are not as many labels as logits")
         self.losses += 1
         self.forms.append(logits.form)
@@ -124,7 +126,7 @@ class _DryHead(DeferringHead):
                 self.makes_loss |= not any(caller is module for module in self.own_modules)
             frame = frame.f_back
         rows = target.shape if options["reduction"] == "none" else ()
-        return (logits.hidden.sum() * 0).to(logits.dtype).expand(rows)
+        return (logits.hidden.sum() * 0).to(logits.dtype()).expand(rows)
 
 
 class _DryRun:
@@ -138,7 +140,6 @@ class _DryRun:
         self.head = head.base if isinstance(head, LoraHead) else head
         self.forward: Callable[..., Any] = type(model).forward
         self.parameters = inspect.signature(self.forward).parameters
-        self.view = view_class(type(model))
 
     def run(self) -> tuple[LossFacts, dict[str, Any]]:
         if "skip_logits" in self.parameters:
@@ -227,10 +228,24 @@ class _DryRun:
         if layer.bias is not None:
             layer.bias = nn.Parameter(zero.expand(words))
         names: Names = {}
-        model = stand_in(self.model, self.path.split("."), hidden, layer, names)
         head = _DryHead(layer, names, list(self.model.modules()))
+        model = stand_in(self.model, self.path.split("."), hidden, layer, names)
+        place.prepare(layer)
+        before, place.CALLS.active = place.CALLS.active, ((layer, head),)
+        own, classes_asked = set(map(id, (model, layer))), list[Any]()
+
+        def is_stand_in(one: Any) -> bool:
+            return id(one) in own or isinstance(one, DeferredLogits)
+
         try:
-            return forward(view_of(model, self.path, head, self.view), **arguments), head
+            with watched(is_stand_in, classes_asked):
+                output = forward(model, **arguments)
+            for one in classes_asked:
+                whose = {id(model): "itself", id(layer): "its head"}.get(id(one), "its logits")
+                raise NotAnOp(f"its forward asks for the class of {whose}")
+            if kept := _kept_in(model):
+                raise NotAnOp(f"its forward keeps its logits, in {kept}")
+            return output, head
         except NotAnOp:
             raise
         except Exception as error:
@@ -238,7 +253,17 @@ class _DryRun:
                 f"its forward fails on the CPU with a stub for the body ({first_line(error)})"
             ) from None
         finally:
+            place.CALLS.active = before
             head.finish()
+
+
+def _kept_in(model: nn.Module) -> str | None:
+    """The attribute of a model or of a child that holds deferred logits, or None."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if any(isinstance(one, DeferredLogits) for one in pytree.tree_leaves(value)):
+                return f"{path}.{name}".lstrip(".")
+    return None
 
 
 class _Fails(NotAnOp):

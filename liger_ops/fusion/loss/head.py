@@ -133,7 +133,8 @@ def child_of(model: Any, path: str) -> Any:
 
 def _class_of(module: Any) -> type:
     # FSDP2 gives a module that it shards by itself a class of its own.
-    return classes.class_of(module) if isinstance(module, nn.Module) else type(module)
+    # So does a fused model to its head.
+    return classes.class_before(module) if isinstance(module, nn.Module) else type(module)
 
 
 def qualified_name(cls: type) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tensor_parallel
+from ..asked import asked
 from ..sharding import shape_of
 from . import head_hooks
 from .head import parameter_of
 from .lora import LoraHead
+
+# The error where logits are needed, and computing them would lose their gradient.
+TAKEN = (
+    "the logits are skipped, and {} takes them; skip_logits=False keeps them, and"
+    " liger_ops.unfuse restores the model"
+)
 
 # Called when logits are computed, with the reason and with the operands of the operation.
 Say = Callable[[str, tuple[Any, ...]], None]
@@ -21,12 +28,13 @@ Say = Callable[[str, tuple[Any, ...]], None]
 
 class HeadCall:
     """A call of a head, a `DeferringHead`, and the state of PyTorch in which it is made. `made` are
-    its logits that are not computed."""
+    its logits that are not computed, `is_over` whether the model's call has returned."""
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
         self.head = head
         self.hidden = hidden
         self.made: list[Any] = []
+        self.is_over = False
         self.computed = False
         self.with_grad = torch.is_grad_enabled()
         device = hidden.device.type
@@ -73,18 +81,22 @@ class HeadCall:
 
     def check_gradient(self) -> None:
         """Raise where the logits would be an input of an autograd.Function, which has gradients for
-        tensors alone."""
+        tensors alone, and where they are needed after the call, when the weights may be others."""
+        if self.is_over:
+            raise RuntimeError(TAKEN.format("code that keeps them after the call"))
         if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         forwards = _forwards_of(torch.autograd.Function)
-        frame: Any = sys._getframe()
-        while frame is not None:
-            if frame.f_code in forwards:
-                raise RuntimeError(
-                    "the logits are skipped, and a torch.autograd.Function takes them;"
-                    " skip_logits=False keeps them, and liger_ops.unfuse restores the model"
-                )
-            frame = frame.f_back
+        if any(frame.f_code in forwards for frame in frames()):
+            raise RuntimeError(TAKEN.format("a torch.autograd.Function"))
+
+    def check_class(self, is_stand_in: Callable[[Any], bool]) -> None:
+        """Raise where code that changed after `fuse` has asked for the class of the logits."""
+        if torch.compiler.is_compiling():
+            return
+        for frame in frames():
+            if asked(frame, is_stand_in) is not None:
+                raise RuntimeError(TAKEN.format("code that asks for their class"))
 
     def in_its_autocast(self, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """function(hidden) under the autocast of the call."""
@@ -93,6 +105,14 @@ class HeadCall:
             return function(hidden)
         with torch.autocast(device, self.low, enabled=self.in_autocast):
             return function(hidden)
+
+
+def frames() -> Iterator[Any]:
+    """The frames that are running, from the innermost out."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _forwards_of(function: Any) -> set[Any]:

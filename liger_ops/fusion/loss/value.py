@@ -13,7 +13,7 @@ from ...ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross
 from ...ops.heads.lora import narrowed
 from ...ops.losses.cross_entropy import cross_entropy_forward
 from ..tensor_parallel import as_input
-from .deferred import DeferredLogits
+from .deferral import Deferral
 from .lora import LoraHead
 from .options import OF_HEAD, OF_LOSS, LossOptions
 
@@ -37,7 +37,7 @@ class Source(Protocol):
         return torch.exp(target_logit - lse)
 
 
-def _head_options(logits: DeferredLogits, options: LossOptions) -> dict[str, Any]:
+def _head_options(logits: Deferral, options: LossOptions) -> dict[str, Any]:
     """Options of the ops that compute a loss from a head."""
     form = logits.form
     return {"softcap": form.softcap, "logit_scale": form.logit_scale, **options.of(OF_HEAD)}
@@ -47,7 +47,7 @@ class OfHidden(Source):
     """The loss, computed from the hidden states of logits and a head."""
 
     def __init__(
-        self, logits: DeferredLogits, hidden: Tensor,
+        self, logits: Deferral, hidden: Tensor,
         head: nn.Linear | LoraHead, options: LossOptions,
     ) -> None:  # fmt: skip
         self.tokens = logits.tokens
@@ -95,7 +95,7 @@ class OfShardedHead(Source):
     """The loss, computed from hidden states and a head that is sharded over words."""
 
     def __init__(
-        self, logits: DeferredLogits, hidden: Tensor,
+        self, logits: Deferral, hidden: Tensor,
         head: nn.Linear | LoraHead, options: LossOptions,
     ) -> None:  # fmt: skip
         layer = head.base if isinstance(head, LoraHead) else head
@@ -127,7 +127,7 @@ class OfShardedHead(Source):
 class OfLogits(Source):
     """The loss, computed from logits that are already scaled and capped."""
 
-    def __init__(self, logits: DeferredLogits) -> None:
+    def __init__(self, logits: Deferral) -> None:
         assert logits.value is not None
         self.tokens, self.logits = logits.tokens, logits.value
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+import warnings
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from causal_models import (
     CAUSAL,
@@ -52,7 +55,7 @@ def test_what_is_returned() -> None:
     """transformers' convention for absent values: None by name, and not counted by index."""
     model, fused = pair()
     output = fused(**batch(), output_hidden_states=True)
-    assert type(output) is type(model(**batch()))
+    assert isinstance(output, type(model(**batch())))
     assert output.logits is None
     assert list(output) == ["loss", "hidden_states"]
     assert output[0] is output.loss is output["loss"]
@@ -60,6 +63,26 @@ def test_what_is_returned() -> None:
     values = fused(**batch(), output_hidden_states=True, return_dict=False)
     assert [type(value) for value in values] == [Tensor, tuple]
     assert torch.equal(values[0], output.loss)
+
+
+def test_absent_logits_that_are_read_tell_of_fuse() -> None:
+    """Nothing is said where all fields are read, and a copy is as transformers makes it."""
+    model, fused = pair()
+    output = fused(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "loss=" in repr(output) and "logits" not in output
+        assert (output.to_tuple(), output.get("logits")) == ((output.loss,), None)
+        leaves, form = pytree.tree_flatten(output)
+        assert list(pytree.tree_unflatten(leaves, form)) == list(copy.copy(output)) == ["loss"]
+        copied = pickle.loads(pickle.dumps(output))
+        assert type(copied) is type(model(**batch())) and list(copied) == ["loss"]
+        assert fused(**batch(), skip_logits=False).logits is not None
+        assert fused.eval()(**batch()).logits is not None
+    with pytest.warns(UserWarning, match=r"fuse\(model\) skips.* skip_logits=False\) returns them"):
+        assert output.logits is None
+    with pytest.warns(UserWarning, match="fuse"), pytest.raises(AttributeError):
+        output.logits.float()
 
 
 def test_labels_by_position() -> None:

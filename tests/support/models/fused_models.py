@@ -16,7 +16,8 @@ GPT_OSS, QWEN3_MOE = BY_NAME["GptOss"], BY_NAME["Qwen3Moe"]
 
 
 def fused_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if classes.overrides(module)]
+    counted = lambda module: classes.overrides(module).keys() - classes.UNCOUNTED
+    return list(filter(counted, model.modules()))
 
 
 def gradient_of(y: Tensor) -> Tensor:
