@@ -276,9 +276,10 @@ def _filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def _narrow(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """The lowest float64 is infinite in the float32 of the softmax."""
-    seen = added(MASKS["padding"][0](LENGTH, LENGTH, mask), q.dtype)
+    seen = added(MASKS["padding"][0](LENGTH, LENGTH, mask), torch.float64)
+    q, k, v = (x.float() for x in (q, k, v))
     weights = ((q @ copies(k, 2).mT).tanh() + seen).softmax(-1, dtype=torch.float32)
-    return weights.to(v.dtype) @ copies(v, 2)
+    return weights @ copies(v, 2)
 
 
 def _low(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

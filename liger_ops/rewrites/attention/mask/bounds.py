@@ -38,7 +38,7 @@ _UNBOUNDED = {
 class MaskBounds:
     """Bounds of a graph's nodes. `outer` maps a checkpointed block's inputs to what it is given.
 
-    `read` collects the tensors that the bounds were derived from: they hold if none of those
+    `read` collects the float tensors that the bounds were derived from: they hold if none of those
     is written in place.
     """
 
@@ -58,13 +58,15 @@ class MaskBounds:
             return ORDINARY if isinstance(known, torch.SymInt) else UNKNOWN
         if known.dtype == torch.bool:
             return (0.0, 1.0)
+        before = set(self.read)
         self.read.add(argument)
         self._depth += 1
         found = self._of_numbers(argument, known) if self._depth <= DEPTH else UNKNOWN
         self._depth -= 1
         if known.is_floating_point():
             return held(found, known.dtype)
-        # Integers are ordinary, unless the code writes others.
+        # Integers are taken to be ordinary, whatever is written, unless the code says otherwise.
+        self.read = before
         return found if all(map(math.isfinite, found)) else ORDINARY
 
     def _of_numbers(self, node: fx.Node, known: Tensor) -> Bounds:
