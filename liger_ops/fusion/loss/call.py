@@ -55,7 +55,8 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
             _check_unlabelled(base.__name__, options, skip_logits)
             return original(self, *args, **kwargs)
         head: nn.Linear | LoraHead | str | None = head_of(self, facts.head)
-        reason = _obstacle(facts, head, arguments, options) or place.prepare(modules[0])
+        unprepared = place.prepare(modules[0])
+        reason = _obstacle(facts, head, arguments, options) or unprepared
         if skip_logits and reason is not None:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
         skips = self.training if skip_logits is None else skip_logits
