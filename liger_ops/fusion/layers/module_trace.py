@@ -232,8 +232,8 @@ class StandIn(nn.Module):
         super().__init__()
         self.name, self.case, self.trace, self.calls = name, case, trace, calls
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         if is_own(sys._getframe(1)):
             return StandIn
         raise NotAnOp(f"it asks for the class of its {self.name}")

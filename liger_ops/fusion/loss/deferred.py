@@ -70,8 +70,8 @@ class _Wrapper(DeferredLogits):
     ) -> Any:
         raise RuntimeError(TAKEN.format("code beneath PyTorch's functions"))
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return Tensor
 
 
