@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from .asked import is_own
 from .classes import BEFORE
-from .gather_hooks import keep_results, only_gather
 from .news import is_news
 from .probing import HOOKS, MODULE_STATE, NotAnOp
+from .sharding import keep_results, only_gather
 
 # Types whose values do not change.
 CONSTANTS = (

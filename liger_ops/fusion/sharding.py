@@ -4,7 +4,8 @@
 tensors there for a forward, and its shards, which are DTensors, after it. Tensor parallelism makes
 parameters DTensors, registers hooks, or sets a forward on the instance. ZeRO-3 of DeepSpeed sets
 the data of a parameter for a forward, and an empty tensor after it; the parameter knows its shape.
-Such a module has to stay in place, and is probed with whole parameters.
+Such a module has to stay in place, and is probed with whole parameters. Hooks of FSDP2 and
+DeepSpeed gather parameters; a module with other hooks is left.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from torch import Tensor, nn
 
 from . import classes, tensor_parallel
 from .probing import HOOKS, NotAnOp
+
+# Packages whose hooks gather the parameters of a module for a call.
+FSDP = "torch.distributed.fsdp._fully_shard"
+_GATHER = (FSDP, "deepspeed.")
+# Hooks of transformers that record results, such as those of routers.
+_RECORD = "transformers.utils.output_capturing"
 
 # Prefix of the attributes in which FSDP2 keeps its state in a module.
 STATE = "__composable_api_state"
@@ -129,3 +136,25 @@ def _is_replicated(parameter: Any) -> bool:
 
 def _are_replicated(placements: Any) -> bool:
     return all(placement.is_replicate() for placement in placements)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module, or its backward, runs hooks of the module."""
+    own_backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or own_backward)
+
+
+def only_gather(module: nn.Module) -> bool:
+    """Whether the hooks of a module gather its own parameters, of which it has none."""
+    if module._backward_hooks or module._backward_pre_hooks or module._parameters:
+        return False
+    return all(map(gathers, tensor_parallel.forward_hooks(module)))
+
+
+def keep_results(module: nn.Module) -> bool:
+    """Whether no hook of a module is one that may change what the module returns."""
+    return all(gathers(hook, (*_GATHER, _RECORD)) for hook in module._forward_hooks.values())
+
+
+def gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(packages)

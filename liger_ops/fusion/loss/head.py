@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ...torch_private import FakeTensor
 from .. import classes, tensor_parallel
 from ..assumptions import is_set_on
-from ..gather_hooks import has_hooks
-from ..sharding import shape_of
+from ..sharding import has_hooks, shape_of
 from ..tensor_parallel import OverWords
 from . import head_hooks
 from .lora import LAYER, LoraHead, adapters_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tensor_parallel
-from ..gather_hooks import FSDP, gathers
+from ..sharding import FSDP, gathers
 from ..tensor_parallel import forward_hooks
 from .lora import LoraHead
 

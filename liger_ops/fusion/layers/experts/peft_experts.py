@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ... import classes
 from ...assumptions import is_set_on, say_once
-from ...gather_hooks import has_hooks
 from ...loss.lora import NUMBERS
-from ...sharding import is_held_by_fsdp
+from ...sharding import has_hooks, is_held_by_fsdp
 from ...versions import read
 
 NAME = "experts with LoRA"
