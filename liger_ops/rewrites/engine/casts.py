@@ -76,20 +76,21 @@ def dtype_of(node: Any) -> torch.dtype | None:
 
 def sources(node: Any, any_casts: bool = False) -> Iterator[tuple[Any, tuple[fx.Node, ...]]]:
     """`node`, and what it is a copy or a cast of that has the same values, from the nearest; each
-    with the nodes that are passed on the way to it. `any_casts`: and also what has others."""
+    with the nodes that are passed on the way to it. A node that returns its argument is passed.
+    `any_casts`: and also what has other values."""
     passed: tuple[fx.Node, ...] = ()
     dtypes: set[torch.dtype] = set()
-    yield node, passed
-    while isinstance(node, fx.Node):
-        call = canonical(node)
+    while True:
+        call = canonical(node) if isinstance(node, fx.Node) else None
+        source = dtype_of(node)
+        is_same = not dtypes or (source and all(represents(one, source) for one in dtypes))
+        if (any_casts or is_same) and (call is None or call.op != IDENTITY):
+            yield node, passed
         if call is None or call.op not in ("cast", "contiguous", IDENTITY):
             return
         if call.op == "cast":
             dtypes.add(call.args[1])
         passed, node = (*passed, node), call.args[0]
-        source = dtype_of(node)
-        if any_casts or (source and all(represents(dtype, source) for dtype in dtypes)):
-            yield node, passed
 
 
 def through_casts(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:

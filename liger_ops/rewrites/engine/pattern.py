@@ -233,7 +233,7 @@ class _Unifier:
         wanted, call = canonical(pattern), canonical(found)
         if wanted is None or call is None or wanted.op != call.op:
             return
-        if self.exact and dtype_of(pattern) != dtype_of(found):
+        if self.exact and not _are_of_one_dtype(pattern, found):
             return
         if len(wanted.args) != len(call.args):
             return
@@ -293,6 +293,15 @@ class _Unifier:
 
     def _covering(self, state: _State, nodes: tuple[fx.Node, ...]) -> _State:
         return replace(state, nodes=state.nodes.union(nodes)) if nodes else state
+
+
+def _are_of_one_dtype(pattern: Any, found: Any) -> bool:
+    """Whether two operations compute in one dtype, as far as that is known: a call that stands for
+    several nodes has no value, and within autocast an op may run outside of it."""
+    a, b = value(pattern), value(found)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return True
+    return a.dtype == b.dtype or torch.is_autocast_enabled(b.device.type)
 
 
 def _is_computed(known: Any) -> bool:
