@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...rewrites.engine.casts import represents
 from . import head_hooks
 from .form import Form, is_factor, keeps_columns
 from .head_call import HeadCall
@@ -157,8 +158,11 @@ class Deferral:
                 return self if given[0] is self.dtype() else NOT_RECORDED
             # A mode, such as one that widens a model, may cast to another dtype.
             dtype = torch.empty(0, dtype=torch.bfloat16).to(torch.float32).dtype
-            if dtype is self.dtype():
+            before = self.dtype()
+            if dtype is before:
                 return self
+            if isinstance(before, torch.dtype) and not represents(dtype, before):
+                return NOT_RECORDED
             return self._record(Tensor.to, torch.float32, form=replace(self.form, dtype=dtype))
         is_device = len(given) == 1 and isinstance(given[0], torch.device)
         return self if is_device and given[0] == self.device() else NOT_RECORDED

@@ -240,3 +240,40 @@ def test_near_miss_is_left_with_the_reason(cls: type[nn.Module], operation: str)
     assert not report
     assert type(model) is cls
     assert report.left[0].reason == f"its forward applies {operation} to its logits"
+
+
+class Rounded(Written):
+    narrow = torch.float32
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden).to(self.narrow).to(hidden.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.float32, torch.int8),
+        (torch.float32, torch.bool),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_rounded_logits_are_left(dtype: torch.dtype, narrow: torch.dtype) -> None:
+    model = Rounded().to(dtype)
+    model.narrow = narrow
+    report = loss.fuse(model)
+    assert not report and report.left[0].reason == "its forward applies to to its logits"
+
+
+def test_a_cast_to_float32_of_wider_logits_is_made() -> None:
+    """Also where the model was narrower when it was fused."""
+    model, fused = pair(Rounded)
+    model, fused = model.double(), fused.double()
+    expected = model(**batch())["loss"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = fused(**batch())
+    torch.testing.assert_close(output["loss"], expected, rtol=1e-12, atol=0.0)
+    assert_same_gradients(gradients(fused, output["loss"]), gradients(model, expected))
