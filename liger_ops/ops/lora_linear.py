@@ -14,7 +14,6 @@ from ..autograd import is_differentiated
 from .activations.tiled_mlp import ACTIVATIONS
 from .eager import is_eager
 from .heads.head import cast_for_products, rows_of
-from .heads.lora import narrowed
 
 AXES = "x=* D, weight=N D: x, a=R D, b=N R: a, bias=N: x, up=* D: x -> y=* N, lora_x=* R: a"
 
@@ -36,10 +35,9 @@ def lora_linear(
     gradient that is not required, such as a frozen weight's, is neither computed nor allocated.
 
     y is rounded twice: x @ weight.T + bias, and the sum. With a and b of a wider dtype, float32
-    beside bfloat16, all products of a and b are summed in that dtype, for which x and dy are
-    converted. The products that are added to y and dx are those of bfloat16 numbers and their
-    rounded rests, in 3R columns; beside float16, y and dx are converted. Under autocast, inputs are
-    cast as those of a linear layer are.
+    beside bfloat16, all products of a and b, and what they are added to, have that dtype, for which
+    x, dy and the layer's results are converted. Under autocast, inputs are cast as those of a
+    linear layer are.
 
     Args:
         x: (..., D), floating point.
@@ -153,12 +151,7 @@ def _activation(call: Any, suffix: str = "") -> tuple[Callable[..., Any], tuple[
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
     """total + scale * left @ right, summed in left's dtype and rounded to total's. It is in total's
-    memory if that is enough and nothing else sees it."""
-    if total.dtype is torch.bfloat16 and left.dtype is torch.float32:
-        # Products of bfloat16 are summed in float32 anyway, and a rounded number and its rest have
-        # the range of float32. So the total needs no float32 copy.
-        left, columns = narrowed(left, right.t(), total.dtype)
-        right = columns.t()
+    memory if the dtypes are equal and nothing else sees it."""
     wide = total.to(left.dtype)
     add = wide.addmm_ if is_eager(wide, left, right) else wide.addmm
     return add(left, right, alpha=scale).to(total.dtype)
