@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -110,7 +111,12 @@ def the_whole_model_is_compiled() -> None:
     model = parts_left_to_eager(shard(made()))
     options = {"inner_backend": graphs, "strict": True}
     check(trained(model, torch.compile(loss_of(model), backend=backend, options=options)))
-    for name in ("rope", "fused_add_rms_norm", "linear_cross_entropy"):
+    names = ["rope", "fused_add_rms_norm"]
+    # FSDP2's hooks break the graph of the forward in which logits are skipped. Dynamo of torch 2.11
+    # then runs that forward, and the loss in it, outside of graphs.
+    if Version(torch.__version__) >= Version("2.12"):
+        names.append("linear_cross_entropy")
+    for name in names:
         assert graphs.nodes(name), name
 
 
