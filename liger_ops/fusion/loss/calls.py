@@ -13,7 +13,7 @@ from . import head_hooks, place
 from .deferral import Deferral
 from .deferred import DeferredLogits, deferred
 from .form import Form
-from .head_call import HeadCall, Say, frames
+from .head_call import HeadCall, Say, codes
 from .lora import LoraHead
 from .options import LossOptions
 from .value import OfHidden, OfLogits, OfShardedHead, Source, value_of
@@ -40,7 +40,7 @@ class DeferringHead:
         self.calls: list[HeadCall] = []
         self.losses = 0
         self.has_computed = False
-        self.depth = 0 if torch.compiler.is_compiling() else sum(1 for _ in frames())
+        self.depth = 0 if torch.compiler.is_compiling() else len(codes()) - 1
 
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         is_tensor = isinstance(hidden, Tensor) and not isinstance(hidden, DeferredLogits)
@@ -67,8 +67,8 @@ class DeferringHead:
         """Whether a checkpoint within the model's forward calls the head."""
         if torch.compiler.is_compiling():
             return False
-        inside = list(frames())[: -self.depth]
-        return any(frame.f_code.co_filename == checkpoint.__file__ for frame in inside)
+        inside = codes()[: -self.depth]
+        return any(code.co_filename == checkpoint.__file__ for code in inside)
 
     def real(self, hidden: Tensor) -> Tensor:
         """The logits that the head itself returns."""

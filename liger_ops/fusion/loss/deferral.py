@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rewrites.engine.casts import represents
 from . import head_hooks
 from .form import Form, is_factor, keeps_columns
 from .head_call import HeadCall
@@ -158,11 +157,8 @@ class Deferral:
                 return self if given[0] is self.dtype() else NOT_RECORDED
             # A mode, such as one that widens a model, may cast to another dtype.
             dtype = torch.empty(0, dtype=torch.bfloat16).to(torch.float32).dtype
-            before = self.dtype()
-            if dtype is before:
+            if dtype is self.dtype():
                 return self
-            if isinstance(before, torch.dtype) and not represents(dtype, before):
-                return NOT_RECORDED
             return self._record(Tensor.to, torch.float32, form=replace(self.form, dtype=dtype))
         is_device = len(given) == 1 and isinstance(given[0], torch.device)
         return self if is_device and given[0] == self.device() else NOT_RECORDED
@@ -229,7 +225,9 @@ class Deferral:
     def _is_bias(self, other: Any) -> bool:
         """Whether a summand is a bias per class, which the head's layer can add."""
         words = self.columns
-        if not isinstance(other, Tensor) or not 0 < other.dim() <= self.dim():
+        if not isinstance(other, Tensor) or hasattr(other, "_liger_ops_deferral"):
+            return False
+        if not 0 < other.dim() <= self.dim():
             return False
         if not self.form.is_untouched or not other.numel() == other.shape[-1] == words:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ class HeadCall:
         if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         forwards = _forwards_of(torch.autograd.Function)
-        if any(frame.f_code in forwards for frame in frames()):
+        if not forwards.isdisjoint(codes()):
             raise RuntimeError(TAKEN.format("a torch.autograd.Function"))
 
     def check_class(self, is_stand_in: Callable[[Any], bool]) -> None:
@@ -108,11 +109,20 @@ class HeadCall:
 
 
 def frames() -> Iterator[Any]:
-    """The frames that are running, from the innermost out."""
+    """The frames that are running, from the innermost out. One that is kept would keep itself."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def codes() -> list[types.CodeType]:
+    """The code of the frames that are running, from the caller's out."""
+    found, frame = [], sys._getframe().f_back
+    while frame is not None:
+        found.append(frame.f_code)
+        frame = frame.f_back
+    return found
 
 
 def _forwards_of(function: Any) -> set[Any]:

@@ -355,7 +355,7 @@ def test_methods_that_an_instance_replaces_are_called() -> None:
     loss.fuse(fused)
     for one in (model, fused):
         one.logits = lambda hidden, one=one: one.head(hidden).clamp(max=0.1)
-    with pytest.warns(UserWarning, match="its forward computed no loss of its head's logits"):
+    with pytest.warns(UserWarning, match="its forward applies clamp to its logits"):
         assert_equal_steps(fused, fused, model, 8, 2e-6)
 
 

@@ -56,7 +56,7 @@ def test_parameters_and_state_dict_are_the_same() -> None:
     fuse(model)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert list(model.state_dict()) == list(state)
-    assert type(model.lm_head) is nn.Linear
+    assert isinstance(model.lm_head, nn.Linear)
     assert model.get_output_embeddings() is model.lm_head
 
 

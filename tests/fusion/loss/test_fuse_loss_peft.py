@@ -54,10 +54,17 @@ def test_head_trained_whole(when: str) -> None:
         assert unfuse(fused) == 1
 
 
-def test_head_trained_whole_is_traced() -> None:
-    model, fused = adapted_pair("before", modules_to_save=["lm_head"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_head_trained_whole_is_traced(when: str) -> None:
+    """A head that is replaced after `fuse` gets its class in an eager call."""
+    model, fused = adapted_pair(when, modules_to_save=["lm_head"])
     torch._dynamo.reset()
     compiled = torch.compile(fused, fullgraph=True, backend="eager")
+    if when == "before":
+        with pytest.warns(UserWarning, match="has not been called before torch.compile"):
+            torch.testing.assert_close(compiled(**batch()).loss, model(**batch()).loss)
+        fused(**batch())
+        torch._dynamo.reset()
     output = compiled(**batch())
     assert output.logits is None
     torch.testing.assert_close(output.loss, model(**batch()).loss)
