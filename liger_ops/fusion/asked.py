@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-# A class's attributes that a subclass has too.
+# A class's attributes that a subclass has too, and functions of them.
 INHERITED = frozenset(("__name__", "__qualname__", "__module__", "__doc__"))
+NAMES = frozenset(("str", "repr"))
 
 # Functions that know a tensor that overrides PyTorch's functions from another.
 OVERRIDES = frozenset(
@@ -51,10 +52,19 @@ def questions(code: types.CodeType) -> frozenset[Question]:
             path, end = _path_after(steps, i + 1)
         else:
             continue
-        is_inherited = end < len(steps) and steps[end] in {("attribute", n) for n in INHERITED}
-        if path is not None and not is_inherited:
+        if path is not None and not _is_for_its_name(steps, i, end, len(path[1])):
             found.add(path)
     return frozenset(found)
+
+
+def _is_for_its_name(steps: list[tuple[str, str]], i: int, end: int, attributes: int) -> bool:
+    """Whether a class that is asked for at a place is only named."""
+    if end < len(steps) and steps[end] in {("attribute", name) for name in INHERITED}:
+        return True
+    # The function before `x.y.__class__`, or before `type(x.y)`.
+    start = i - 2 - attributes if steps[i] == ("attribute", "__class__") else i - 1
+    is_called = end < len(steps) and steps[end] == ("other", "CALL")
+    return is_called and start >= 0 and steps[start] in {("global", name) for name in NAMES}
 
 
 def _loads(code: types.CodeType) -> Iterator[tuple[str, str]]:
