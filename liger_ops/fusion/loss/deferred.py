@@ -85,7 +85,7 @@ def deferred(deferral: Deferral) -> DeferredLogits:
     shape, dtype, hidden = deferral.shape(), deferral.dtype(), deferral.hidden
     shape = hidden.shape if shape is NOT_RECORDED else shape
     dtype = hidden.dtype if dtype is NOT_RECORDED else dtype
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Dynamo makes no wrapper. No compiled graph has these elements, because nothing reads them.
         logits = hidden.new_full(shape, math.nan, dtype=dtype).as_subclass(DeferredLogits)
     else:
