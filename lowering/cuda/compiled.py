@@ -118,8 +118,11 @@ def is_launched_so() -> bool:
     return tuple(None if any(x is hook for hook in hooks) else x for x in tritons) == ours
 
 
-# AMD's backend also specialises on the sizes of tensors, which the key does not hold.
-_direct = was_run_with(triton.__version__) and is_launched_so() and not torch.version.hip
+# AMD's backend also specialises on the sizes of tensors, which the key does not hold. The
+# interpreter compiles nothing, and a recorded call of empty tensors would be replayed for a GPU.
+_direct = not (torch.version.hip or triton.knobs.runtime.interpret) and (
+    was_run_with(triton.__version__) and is_launched_so()
+)
 
 
 def launch_compiled(
@@ -142,7 +145,6 @@ def launch_compiled(
     compiled = kernel[grid](*args, **constants)
     if thread.recorder is not None:
         thread.recorder.stop()
-    # The interpreter compiles nothing.
     if not _direct or key is None or compiled is None:
         return
     try:
