@@ -5,7 +5,7 @@ Every op is `torch.ops.liger.<op>` and, with its documentation, `liger_ops.<op>`
 
 from typing import TYPE_CHECKING, Any
 
-from . import library
+from . import checkout, library
 from .device import infer_device
 from .ops.norms.rms_norm import rms_norm
 from .ops.norms.fused_add_rms_norm import fused_add_rms_norm

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
-import os
+from pathlib import Path
 
 import torch.compiler.config
+
+from .checkout import FOLDERS
 
 
 @functools.cache
 def package_hash() -> str:
     """A hash of every source file of the package."""
-    root = os.path.dirname(__file__)
     digest = hashlib.sha256()
-    # Unlike Path.rglob, this follows the links to meta and lowering.
-    for name in sorted(glob.glob("**/*.py", root_dir=root, recursive=True)):
-        digest.update(name.encode())
-        with open(os.path.join(root, name), "rb") as file:
-            digest.update(file.read())
+    for folder in (Path(__file__).parent, *map(Path, FOLDERS.values())):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.relative_to(folder).as_posix().encode())
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
