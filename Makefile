@@ -19,7 +19,7 @@ export PYTHON PYTHON_ENV
 
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-newest test-oldest test-versions test-npu lint format clean check-environment
+.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -31,6 +31,9 @@ demo: $(READY) ## train a small Llama untouched and fused, and compare; ARGS="--
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.
 test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="tests/ops/norms/test_rms_norm.py" for a file
 	OMP_NUM_THREADS=1 $(PY) $(PYTESTS) $(ARGS)
+
+test-changed: $(READY) ## the quick tests, and those that your changes since main concern; BASE=commit
+	OMP_NUM_THREADS=1 $(PY) $(PYTESTS) --changed $(or $(BASE),main) $(ARGS)
 
 test-newest: .venv-newest/ready ## the quick tests with the newest torch, triton, transformers, trl and peft
 test-oldest: .venv-oldest/ready ## the same with the oldest versions that pyproject.toml accepts
@@ -46,7 +49,7 @@ test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a devi
 lint: $(READY) ## format, lint and types, checked
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) tests/support/check_types.py
+	$(PY) tests/support/project/check_types.py
 
 format: $(READY) ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff check --fix .

@@ -37,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where kernels run: cpu interprets those of both devices",
     )
+    parser.addoption(
+        "--changed",
+        metavar="COMMIT",
+        help="run the quick tier, and the tests that the changes since COMMIT concern",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +76,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import quick
 
     quick.select(config, items)
+    if base := config.getoption("--changed"):
+        import changed
+
+        files = {changed.ROOT / file for file in changed.chosen(changed.changed_files(base))}
+        others = [i for i in items if i.path not in files and not i.get_closest_marker("quick")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     device = config.getoption("--device")
     if device != "cpu":
         reason = f"runs on the CPU whatever the device; --device {device} runs kernels"

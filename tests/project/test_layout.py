@@ -7,15 +7,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import op_parts
-
-ROOT = Path(__file__).parents[2]
+from sources import ROOT, imported_modules, module_of, sources
 
 pytestmark = pytest.mark.quick
 
@@ -33,29 +31,6 @@ BASE = (
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
-
-
-def sources(*folders: str) -> list[Path]:
-    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def module_of(file: Path) -> str:
-    """The name of the module that a file is; meta and lowering are parts of liger_ops."""
-    parts = file.with_suffix("").parts
-    parts = parts if parts[0] == "liger_ops" else ("liger_ops", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yield the absolute name of every import; `from a import b` gives a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = module.split(".")
-            parents = parents[: len(parents) - node.level + is_package] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def layer_of(module: str) -> int:

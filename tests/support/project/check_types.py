@@ -1,6 +1,6 @@
 """Run mypy on the package as it is installed, with meta and lowering in liger_ops.
 
-    python tests/support/check_types.py [ARGUMENT...]    # of mypy
+    python tests/support/project/check_types.py [ARGUMENT...]    # of mypy
 
 mypy takes a module's name from its folders, and in the repository these two are in the root.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDERS = ("meta", "lowering")
 
 
