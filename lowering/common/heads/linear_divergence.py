@@ -22,7 +22,7 @@ from ....ops.heads.two_heads import (
 )
 from ..sizes import cdiv
 from .chunked_head import ChunkedHead, Device, chunked_tokens, chunked_words
-from .two_heads import Rows
+from .two_heads import RowFunctions
 
 Outputs = tuple[Tensor | None, ...]
 # The tokens or words of a chunk, its part of the student's head, and both logits, whose memory the
@@ -62,7 +62,7 @@ def heads_of_words(call: Any, alignment: int) -> tuple[ChunkedHead, Iterator[Chu
 def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     _, _, _, statistics, *computed, entropy = library.allocate("linear_divergence_forward", call)
     head, chunks = heads_of_tokens(call, computed[WEIGHT], device.alignment)
-    rows, gradients = Rows(call, device), head.gradients(computed)
+    rows, gradients = RowFunctions(call, device), head.gradients(computed)
     del computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = weights_and_items(call, statistics.dtype)
@@ -110,7 +110,7 @@ def backward(device: Device, call: Any) -> Outputs:
         head, chunks = heads_of_words(call, device.alignment)
     else:
         head, chunks = heads_of_tokens(call, None, device.alignment)
-    rows, gradients = Rows(call, device), head.gradients(unfinished)
+    rows, gradients = RowFunctions(call, device), head.gradients(unfinished)
     del unfinished
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
     for chunk, chunk_head, student, teacher in chunks:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.head import Head
-from ..losses.cross_entropy import Tokens
+from ..losses.cross_entropy import TokenTensors
 from ..losses.log_prob import as_loss, given_tokens, results
 from ..tensors import flat
 from .chunked_head import Device, chunked_tokens
@@ -43,7 +43,7 @@ def backward(device: Device, call: Any) -> Outputs:
     return recomputed("linear_log_prob_backward", call, device.alignment, dlogits)
 
 
-def _of_tokens(call: Any) -> tuple[Upstream, Tokens]:
+def _of_tokens(call: Any) -> tuple[Upstream, TokenTensors]:
     """The upstream gradients of cross_entropy's row function, and the tokens.
 
     d(log_prob) is that of the target's logit, less that of lse: the row function takes the two by

@@ -18,7 +18,7 @@ from .... import library
 from ....ops.heads.head import Head
 from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
-from ..losses.cross_entropy import Tokens, loss_of_tokens
+from ..losses.cross_entropy import TokenTensors, loss_of_tokens
 from ..tensors import flat
 from .chunked_head import Device, chunked_tokens
 from .recomputed import Outputs, recomputed
@@ -32,7 +32,7 @@ def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
     ids, flat_rest, loss = _ids(call), rest.view(-1), _loss(call)
     flat_logits = logits.view(ids.shape)
     # The log-probability of a word is not used.
-    tokens = Tokens(
+    tokens = TokenTensors(
         None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
         log_prob=torch.empty_like(flat_rest),
     )  # fmt: skip
@@ -64,7 +64,7 @@ def backward(device: Device, call: Any) -> Outputs:
     target = _target(ids)
     # Without other words, their logits have no gradient.
     lse, error = torch.where(rest == -INF, INF, rest), flat(call.rest_error)
-    all_tokens = Tokens(None, target, None, lse=lse, lse_error=error)
+    all_tokens = TokenTensors(None, target, None, lse=lse, lse_error=error)
     drest = None
     if call.drest is not None:
         drest = flat(call.drest.to(rest.dtype)).masked_fill(target == IGNORED, 0.0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ....ops.losses.log_prob import tempered
-from ..losses.cross_entropy import Tokens, loss_of_tokens
-from ..losses.divergence import Hard, Options, options_of
+from ..losses.cross_entropy import TokenTensors, loss_of_tokens
+from ..losses.divergence import DivergenceOptions, Hard, options_of
 from ..tensors import flat
 from .chunked_head import Device
 
@@ -18,14 +18,14 @@ Upstream = tuple[Tensor | None, Tensor | None]
 ALL = slice(None)
 
 
-class Rows:
+class RowFunctions:
     """The row functions of a device's divergence and cross_entropy, with a call's options."""
 
     def __init__(self, call: Any, device: Device) -> None:
         self.divergence, self.cross_entropy = device.divergence, device.cross_entropy
         self.target, self.temperature = flat(call.target), call.temperature
         caps = (call.student_softcap, call.student_logit_scale)
-        self.options: Options = options_of(
+        self.options: DivergenceOptions = options_of(
             call, call.student_softcap, call.teacher_softcap,
             call.student_logit_scale, call.teacher_logit_scale,
         )  # fmt: skip
@@ -54,12 +54,12 @@ class Rows:
         else:
             target = self.target[chunk]
         lse, log_prob = entropy.new_empty(2, *entropy.shape)
-        tokens = Tokens(None, target, None, lse=lse, entropy=entropy, log_prob=log_prob)
+        tokens = TokenTensors(None, target, None, lse=lse, entropy=entropy, log_prob=log_prob)
         self.cross_entropy.loss_and_gradient(self.tempered, student, tokens, False)
 
-    def tokens(self, losses: Tensor, others: Tensor, lse: Tensor, error: Tensor) -> Tokens:
+    def tokens(self, losses: Tensor, others: Tensor, lse: Tensor, error: Tensor) -> TokenTensors:
         """The tokens of cross_entropy's row functions. `others` takes results that are not used."""
-        return Tokens(None, self.target, None, losses, others, lse, others, lse_error=error)
+        return TokenTensors(None, self.target, None, losses, others, lse, others, lse_error=error)
 
     def gradient(
         self, upstream: Upstream, student: Tensor, teacher: Tensor, statistics: Tensor,

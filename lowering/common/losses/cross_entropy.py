@@ -20,7 +20,7 @@ from ....ops.losses.cross_entropy import upstream_of_tokens
 from ..tensors import flat
 
 
-class Tokens(NamedTuple):
+class TokenTensors(NamedTuple):
     """The tensors with one element per token, (M,) and contiguous, and the class weight, (V,)."""
 
     weight: Tensor | None
@@ -39,8 +39,8 @@ class Tokens(NamedTuple):
     mean_logits: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
 
-    def chunk(self, rows: slice) -> Tokens:
-        return Tokens(self.weight, *(None if x is None else x[rows] for x in self[1:]))
+    def chunk(self, rows: slice) -> TokenTensors:
+        return TokenTensors(self.weight, *(None if x is None else x[rows] for x in self[1:]))
 
 
 def tokens_of(call, weight, *outputs):
@@ -49,13 +49,13 @@ def tokens_of(call, weight, *outputs):
     if call.reduction != "none":
         loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
     results = (loss, z_loss, lse, target_logit, predicted_tokens, entropy, lse_error)
-    return Tokens(*map(flat, (weight, call.target, call.token_weight, *results)))
+    return TokenTensors(*map(flat, (weight, call.target, call.token_weight, *results)))
 
 
 def given_tokens(call, weight):
     """The tensors of the tokens that a backward op is given."""
     of_loss = map(flat, (weight, call.target, call.token_weight))
-    return Tokens(*of_loss, lse=flat(call.lse), lse_error=flat(call.lse_error))
+    return TokenTensors(*of_loss, lse=flat(call.lse), lse_error=flat(call.lse_error))
 
 
 def loss_of_tokens(ignore_index: int, softcap: float | None, logit_scale: float) -> Any:

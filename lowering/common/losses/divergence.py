@@ -23,7 +23,7 @@ from ....ops.losses.log_prob import tempered
 from ..tensors import flat
 
 
-class Options(NamedTuple):
+class DivergenceOptions(NamedTuple):
     """What a divergence is of. The temperatures are part of softcaps and scales."""
 
     kind: str
@@ -54,12 +54,14 @@ class Hard(NamedTuple):
 def options_of(
     call: Any, student_softcap: float | None = None, teacher_softcap: float | None = None,
     student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
-) -> Options:  # fmt: skip
+) -> DivergenceOptions:  # fmt: skip
     temperatures = (call.temperature, call.teacher_temperature or call.temperature)
     student_cap, student = tempered(temperatures[0], student_softcap, student_logit_scale)
     teacher_cap, teacher = tempered(temperatures[1], teacher_softcap, teacher_logit_scale)
     kind, beta = limit(call.kind, call.beta), call.beta
-    return Options(kind, beta, student, teacher, student_cap, teacher_cap, call.ignore_index)
+    return DivergenceOptions(
+        kind, beta, student, teacher, student_cap, teacher_cap, call.ignore_index
+    )
 
 
 def register(device: str, divergences: Callable[..., None], gradients: Callable[..., None]) -> None:

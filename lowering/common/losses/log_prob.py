@@ -10,7 +10,7 @@ from torch import Tensor
 from .... import library
 from ....ops.losses.log_prob import RESULTS, tempered
 from ..tensors import flat
-from .cross_entropy import Tokens, loss_of_tokens, per_token
+from .cross_entropy import TokenTensors, loss_of_tokens, per_token
 
 _NAMES = RESULTS.split()
 
@@ -22,16 +22,16 @@ def as_loss(call: Any, first: int = 0) -> Any:
     return loss_of_tokens(call.ignore_index - first, *options)
 
 
-def results(call: Any, *outputs: Tensor | None) -> Tokens:
+def results(call: Any, *outputs: Tensor | None) -> TokenTensors:
     """The targets of a call, and the results to fill."""
     given = zip(_NAMES, map(flat, outputs), strict=True)
-    return Tokens(None, flat(call.target), None, **dict(given))
+    return TokenTensors(None, flat(call.target), None, **dict(given))
 
 
-def given_tokens(call: Any) -> Tokens:
+def given_tokens(call: Any) -> TokenTensors:
     """The tensors of the tokens that a backward op is given."""
     statistics = {name: flat(getattr(call, name)) for name in ("lse", "entropy", "lse_error")}
-    return Tokens(None, flat(call.target), None, **statistics)
+    return TokenTensors(None, flat(call.target), None, **statistics)
 
 
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:

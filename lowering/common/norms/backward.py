@@ -11,7 +11,7 @@ from ..tensors import contiguous
 from .modulation import PerSample, PerToken
 
 
-class Arguments(NamedTuple):
+class NormArguments(NamedTuple):
     """Arguments of the backward of a norm. A tensor is None if it is absent or not wanted.
 
     dy, ds and x are rows, (M, N), as the device's `rows` makes them; the others are contiguous.
@@ -46,9 +46,9 @@ class Arguments(NamedTuple):
 
 
 def backward_of(
-    norm: type[Arguments], rows: Callable[[Tensor], Tensor], call: Any,
+    norm: type[NormArguments], rows: Callable[[Tensor], Tensor], call: Any,
     ds: Tensor | None, x: Tensor, *gradients: Tensor | None, has_mean: bool,
-) -> Arguments:  # fmt: skip
+) -> NormArguments:  # fmt: skip
     """The backward of a norm; the gradients are dx, dweight and dbias."""
     tensors = (rows(call.dy), None if ds is None else rows(ds), rows(x), contiguous(call.weight))
     offset = 0.0 if has_mean else call.offset
@@ -56,9 +56,9 @@ def backward_of(
 
 
 def modulated(
-    norm: type[Arguments], rows: Callable[[Tensor], Tensor], call: Any, form: PerSample | PerToken,
-    *gradients: Tensor | None, has_mean: bool,
-) -> Arguments:  # fmt: skip
+    norm: type[NormArguments], rows: Callable[[Tensor], Tensor], call: Any,
+    form: PerSample | PerToken, *gradients: Tensor | None, has_mean: bool,
+) -> NormArguments:  # fmt: skip
     """The backward of a modulated norm."""
     if isinstance(form, PerToken):
         found = backward_of(norm, rows, call, None, call.x, *gradients, has_mean=has_mean)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .... import library
-from .backward import Arguments, backward_of, modulated
+from .backward import NormArguments, backward_of, modulated
 from .modulation import Gradients, launch_backward, modulation_of
 
 
 def register(
     device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
-    norm: type[Arguments], rows: Callable[[Tensor], Tensor],
+    norm: type[NormArguments], rows: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
     """Register launch(call, y, plan, modulation) and launch_norm_backward(norm, plan) of a device,
     whose `norm` has the arguments. `rows` makes a tensor (M, N)."""

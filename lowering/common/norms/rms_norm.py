@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from .... import library
-from .backward import Arguments, backward_of, modulated
+from .backward import NormArguments, backward_of, modulated
 from .modulation import Gradients, launch_backward, modulation_of
 
 
@@ -19,7 +19,7 @@ def rms_mode(casting_mode: str) -> str:
 
 def register(
     device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
-    norm: type[Arguments], rows: Callable[[Tensor], Tensor],
+    norm: type[NormArguments], rows: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
     """Register launch(call, residual, y, s, plan, modulation) and launch_norm_backward(norm, plan)
     of a device, whose `norm` has the arguments. residual and s are None in rms_norm. `rows` makes a

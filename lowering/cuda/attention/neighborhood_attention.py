@@ -26,7 +26,7 @@ SIZES = [
 
 
 @dataclass(frozen=True)
-class Tiles:
+class NeighborhoodTiles:
     """The tiles of queries and of keys have the same height and width."""
 
     BLOCK_Y: int
@@ -299,7 +299,9 @@ def _neighborhood_key_gradient_kernel(
         _store_rows(dv_ptr, at_y * dv_y + at_x * dv_x, exists, cols, D, dv)
 
 
-def plan_tiles(problem: Problem, itemsize: int, elements: int = 8192, num_warps: int = 4) -> Tiles:
+def plan_tiles(
+    problem: Problem, itemsize: int, elements: int = 8192, num_warps: int = 4
+) -> NeighborhoodTiles:
     """A rule that no GPU has timed yet: 64 positions a tile, or fewer whose rows have `elements`
     together, but the 16 that a matrix product takes at least. Exact products of float32 take more
     registers, and fit with 2048 elements."""
@@ -310,7 +312,9 @@ def plan_tiles(problem: Problem, itemsize: int, elements: int = 8192, num_warps:
     width = block
     if problem.Y > 1:
         width = 1 << (block.bit_length() // 2)
-    return Tiles(block // width, width, num_warps, num_stages=2 if row * itemsize <= 256 else 1)
+    return NeighborhoodTiles(
+        block // width, width, num_warps, num_stages=2 if row * itemsize <= 256 else 1
+    )
 
 
 KERNELS = {
@@ -322,7 +326,7 @@ KERNELS = {
 
 def launch_tiles(
     kind: str, problem: Problem, tensors: tuple[Tensor | None, ...],
-    strided: tuple[Tensor | None, ...], tiles: Tiles | None,
+    strided: tuple[Tensor | None, ...], tiles: NeighborhoodTiles | None,
 ) -> None:  # fmt: skip
     first, second, *_ = strided
     assert first is not None and second is not None

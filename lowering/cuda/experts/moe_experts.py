@@ -26,11 +26,11 @@ from .products import (
     _up_kernel,
     _weight_kernel,
 )
-from .route import Blocks, blocks_of, sort
+from .route import RowBlocks, blocks_of, sort
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """The tiles of a product. A persistent kernel has `programs` for each multiprocessor; without
     any, each tile has one. Tiles of a `group` of blocks of rows are computed together, and share
     the columns of an expert in the L2 cache."""
@@ -43,7 +43,7 @@ class Tiles:
     programs: int = 0
     group: int = 8
 
-    def within(self, N: int, K: int) -> Tiles:
+    def within(self, N: int, K: int) -> ExpertTiles:
         """Without columns that do not exist."""
         sizes = (min(self.BLOCK_N, next_power_of_2(N)), min(self.BLOCK_K, next_power_of_2(K)))
         return replace(self, BLOCK_N=max(16, sizes[0]), BLOCK_K=max(16, sizes[1]))
@@ -58,20 +58,20 @@ class Tiles:
 # down 523, or 503 without persistent programs; da 609; dx 635, or 597 in groups of 8. Groups of 16
 # cost up 6%. Tiles of 128 x 128 and 256 x 128 have 380 to 450, and 4 stages 5% less than 3.
 KINDS = {
-    "up": Tiles(),
-    "down": Tiles(programs=1),
-    "da": Tiles(programs=1),
-    "dx": Tiles(group=16),
-    "lora": Tiles(BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3),
+    "up": ExpertTiles(),
+    "down": ExpertTiles(programs=1),
+    "da": ExpertTiles(programs=1),
+    "dx": ExpertTiles(group=16),
+    "lora": ExpertTiles(BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3),
     # The weights' gradients have 440 and 453 where the tile has 128 columns of the tensor whose
     # rows are gathered, and 347 and 336 the other way. An index is loaded two stages ahead of its
     # row.
-    "weights": Tiles(num_stages=5),
-    "lora_weights": Tiles(BLOCK_N=128, num_warps=4),
+    "weights": ExpertTiles(num_stages=5),
+    "lora_weights": ExpertTiles(BLOCK_N=128, num_warps=4),
 }
 # Of float32, whose products have its precision and no tensor cores, and where rows do not start at
 # multiples of 16 bytes: larger tiles spill registers.
-SMALL = Tiles(64, 64, 16, 4, 2)
+SMALL = ExpertTiles(64, 64, 16, 4, 2)
 
 
 class _Lora(NamedTuple):
@@ -103,16 +103,16 @@ class _Experts:
         # PyTorch's product is for bfloat16, on Hopper GPUs, with rows of multiples of 16 bytes.
         is_hopper = on_nvidia(call.x) and compute_capability(call.x) == 9
         self.has_grouped_products = aligned and is_hopper and call.x.dtype is torch.bfloat16
-        self.blocks: dict[int, Blocks] = {}
+        self.blocks: dict[int, RowBlocks] = {}
 
-    def tiles(self, kind: str, N: int, K: int) -> Tiles:
+    def tiles(self, kind: str, N: int, K: int) -> ExpertTiles:
         return (SMALL if self.small else KINDS[kind]).within(N, K)
 
     def empty(self, columns: int) -> Tensor:
         return self.call.x.new_empty(self.n, columns)
 
     def launch(
-        self, kernel: Any, tiles: Tiles, width: int, N: int, K: int, even: int,
+        self, kernel: Any, tiles: ExpertTiles, width: int, N: int, K: int, even: int,
         tensors: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...], lora: _Lora = NO_LORA, **constants: Any,
     ) -> None:  # fmt: skip

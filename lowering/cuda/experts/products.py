@@ -1,7 +1,8 @@
 """Products of the rows of experts with their weights, and of the weights' gradients.
 
-A program of a product of rows takes tiles in turn: a block of rows of one expert (`route.Blocks`)
-and BLOCK_N columns. The tiles of GROUP blocks of rows are neighbours. K is the length of the sums.
+In a product of rows, a program takes tiles in turn. A tile is a block of rows of one expert
+(`route.RowBlocks`) times BLOCK_N columns. The tiles of GROUP blocks of rows are neighbours in that
+order. K is the length of the sums.
 """
 
 from __future__ import annotations

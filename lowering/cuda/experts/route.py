@@ -24,7 +24,7 @@ BINS, CHUNKS = 16, 512
 BLOCKS = 64
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """For each block of rows its expert and its first row, and behind both the number of blocks;
     and the most blocks that there can be."""
 
@@ -123,7 +123,7 @@ def sort(top_k_index: Tensor, order: Tensor, offsets: Tensor) -> None:
     )  # fmt: skip
 
 
-def blocks_of(offsets: Tensor, rows: int, BLOCK_M: int) -> Blocks:
+def blocks_of(offsets: Tensor, rows: int, BLOCK_M: int) -> RowBlocks:
     """The blocks of BLOCK_M rows of one expert each."""
     E = offsets.numel() - 1
     most = cdiv(rows, BLOCK_M) + E
@@ -132,4 +132,4 @@ def blocks_of(offsets: Tensor, rows: int, BLOCK_M: int) -> Blocks:
         _blocks_kernel, (cdiv(most, BLOCKS),), offsets, offsets, table, most, E,
         BLOCK_M=BLOCK_M, BLOCKS=BLOCKS, BINS=next_power_of_2(E), num_warps=4,
     )  # fmt: skip
-    return Blocks(table, most)
+    return RowBlocks(table, most)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.losses.divergence import Options
+from ...common.losses.divergence import DivergenceOptions
 from ...common.losses.divergence_math import cosine_of, norm_of
 from ...common.losses.loss_math import effective
 from ...common.sizes import cdiv
@@ -61,7 +61,7 @@ def _cosine_kernel(
 
 
 def cosines(
-    options: Options, student: Tensor, teacher: Tensor, target: Tensor | None,
+    options: DivergenceOptions, student: Tensor, teacher: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: WholeRow | Online,
 ) -> None:  # fmt: skip
     """Fill the six results of each token. student: (M, V) and teacher: (M, W), with unit stride in

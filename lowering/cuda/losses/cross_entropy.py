@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.losses.cross_entropy import Tokens, register
+from ...common.losses.cross_entropy import TokenTensors, register
 from ...common.sizes import cdiv, next_power_of_2, tile_width
 from ..launch import (
     WARP_SIZE,
@@ -78,7 +78,7 @@ def plan_backward(logits: Tensor) -> SplitRows:
 
 
 def loss_and_gradient(
-    call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
+    call: Any, logits: Tensor, tokens: TokenTensors, gradient: bool, plan: Plan | None = None
 ) -> None:
     """Fill the results of each token that are given; with `gradient` write d(sum of loss) / dlogits
     over the logits.
@@ -110,7 +110,7 @@ def loss_and_gradient(
 
 def gradient(
     call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
-    tokens: Tokens, dlogits: Tensor, plan: Plan | None = None,
+    tokens: TokenTensors, dlogits: Tensor, plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
@@ -135,7 +135,7 @@ def gradient(
 
 
 def reduce(
-    call: Any, V: int, tokens: Tokens,
+    call: Any, V: int, tokens: TokenTensors,
     loss: Tensor | None, z_loss: Tensor | None, total_weight: Tensor,
 ) -> None:  # fmt: skip
     """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own.

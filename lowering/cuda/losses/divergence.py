@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.losses.divergence import Hard, Options, register
+from ...common.losses.divergence import DivergenceOptions, Hard, register
 from ...common.losses.divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ...common.losses.loss_math import effective
 from ...common.sizes import cdiv
@@ -238,8 +238,8 @@ def plan_forward(logits: Tensor, V: int) -> WholeRow | Online:
 
 
 def divergences(
-    options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
-    results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
+    options: DivergenceOptions, student_logits: Tensor, teacher_logits: Tensor,
+    target: Tensor | None, results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
     known: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Fill the six results of each token."""
@@ -268,7 +268,7 @@ def divergences(
 
 
 def gradients(
-    options: Options, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
+    options: DivergenceOptions, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
     target: Tensor | None, saved: tuple[Tensor, ...],
     dstudent: Tensor | None, dteacher: Tensor | None,
     hard: Hard | None = None, plan: SplitRows | None = None,

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.norms.backward import Arguments
+from ...common.norms.backward import NormArguments
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import WholeRow, launch, pipeline_stages, processors
 from ..partial_sums import partial_sums, summed
 
 
-class NormBackward(Arguments):
+class NormBackward(NormArguments):
     """The arguments: dy, ds and x have unit stride in the last dimension."""
 
     @property

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 from ....common.sizes import cdiv, next_power_of_2
 from ...launch import dependent_launch, launch, processors
 from ...row_sums import two_sums
-from .group_plan import GroupPlan, Groups, per_channel
+from .group_plan import GroupedShape, GroupPlan, per_channel
 
 
 @triton.jit
@@ -251,7 +251,7 @@ class Moments:
     pieces: int
 
 
-def plan_pieces(x: Tensor, shape: Groups, backward: bool) -> Pieces:
+def plan_pieces(x: Tensor, shape: GroupedShape, backward: bool) -> Pieces:
     # As many tiles ahead as programs run at once. In ms, for 4x320x128x128 and 64x512x64x64:
     # backward 0.059 and 0.283, half as far 0.061 and 0.319, twice as far 0.061 and 0.328, tiles of
     # 8192 0.059 and 0.339. Forward 0.036 for 4x320x128x128, with tiles of 4096 0.042.
@@ -262,7 +262,7 @@ def plan_pieces(x: Tensor, shape: Groups, backward: bool) -> Pieces:
 
 
 def launch_pieces(
-    plan: Pieces, shape: Groups, dy: Tensor | None, x: Tensor,
+    plan: Pieces, shape: GroupedShape, dy: Tensor | None, x: Tensor,
     weight: Tensor | None, bias: Tensor | None, out: Tensor | None, eps: float,
 ) -> Moments:  # fmt: skip
     """Write y, or with dy dx, to `out`, unless that is None."""
@@ -289,7 +289,7 @@ def launch_pieces(
 
 
 def launch_channel_gradients(
-    reduced: Moments, dweight: Tensor | None, dbias: Tensor | None, shape: Groups
+    reduced: Moments, dweight: Tensor | None, dbias: Tensor | None, shape: GroupedShape
 ) -> None:
     """Sum the moments of a backward's tiles into the gradients of weight and bias."""
     if dweight is None and dbias is None:

@@ -36,7 +36,7 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupedShape:
     """x seen as (groups, C_G, S); a sample has G groups."""
 
     groups: int
@@ -45,7 +45,7 @@ class Groups:
     S: int
 
     @classmethod
-    def of(cls, x: Tensor, num_groups: int) -> Groups:
+    def of(cls, x: Tensor, num_groups: int) -> GroupedShape:
         groups, C_G = x.shape[0] * num_groups, x.shape[1] // num_groups
         return cls(groups, num_groups, C_G, x.numel() // (groups * C_G))
 

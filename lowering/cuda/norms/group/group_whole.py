@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.sizes import next_power_of_2
 from ...launch import launch
-from .group_plan import GroupPlan, Groups, per_channel
+from .group_plan import GroupedShape, GroupPlan, per_channel
 
 
 @triton.jit
@@ -79,7 +79,7 @@ WHOLE_GROUP = 8192
 WHOLE_GROUP_BACKWARD = 4096
 
 
-def plan_whole_group(shape: Groups, backward: bool) -> WholeGroup | None:
+def plan_whole_group(shape: GroupedShape, backward: bool) -> WholeGroup | None:
     """A tile for the whole group, or None if the group is too large."""
     BLOCK_C, BLOCK_S = next_power_of_2(shape.C_G), next_power_of_2(shape.S)
     tile = BLOCK_C * BLOCK_S
@@ -89,7 +89,7 @@ def plan_whole_group(shape: Groups, backward: bool) -> WholeGroup | None:
 
 
 def launch_whole_group(
-    plan: WholeGroup, shape: Groups, x: Tensor, backward: bool, *args: Any, **options: Any
+    plan: WholeGroup, shape: GroupedShape, x: Tensor, backward: bool, *args: Any, **options: Any
 ) -> None:
     kernel = group_norm_backward_kernel if backward else group_norm_kernel
     launch(kernel, (shape.groups,), x, *args, **options, **plan.options)
