@@ -17,7 +17,7 @@ from .mhc_products import phi_gradient, project, x_gradient
 
 @dataclass(frozen=True)
 class CoefficientsProblem:
-    """A call's tensors by tokens: x as (M, K), and the scalars that every kernel takes."""
+    """A call's inputs as the kernels take them: x as (M, K), contiguous tensors, and scalars."""
 
     x: Tensor
     hc: int
@@ -39,6 +39,7 @@ class CoefficientsProblem:
 
     @property
     def columns(self) -> int:
+        """The columns of phi: hc for h_pre, hc for h_post and hc x hc for h_res."""
         return self.hc * (self.hc + 2)
 
     @property
@@ -47,11 +48,12 @@ class CoefficientsProblem:
 
     @property
     def segment(self) -> int:
-        """Iterations between two matrices that the backward starts from."""
+        """The iterations between two matrices that the backward starts from: `sinkhorn_backward`
+        takes fewest steps with the root of their number."""
         return max(1, math.isqrt(self.tmax - 1))
 
     def by_tokens(self, tensor: Tensor | None) -> Tensor | None:
-        """As (M, what a token has of it), contiguous."""
+        """Return a tensor as (M, numbers of a token), contiguous."""
         M = self.x.shape[0]
         return (
             None if tensor is None else tensor.reshape(M, tensor.numel() // max(1, M)).contiguous()
@@ -117,7 +119,7 @@ def register(device: str, kernels: Any, most_streams: int) -> None:
             of_b, of_alpha = sums.split(problem.columns)
             if db is not None:
                 db.copy_(of_b)
-            parts = of_alpha.split([problem.hc, problem.hc, problem.hc * problem.hc])
-            for dalpha, part in zip(dalphas, parts, strict=True):
+            terms = of_alpha.split([problem.hc, problem.hc, problem.hc * problem.hc])
+            for dalpha, columns in zip(dalphas, terms, strict=True):
                 if dalpha is not None:
-                    dalpha.copy_(part.sum())
+                    dalpha.copy_(columns.sum())
