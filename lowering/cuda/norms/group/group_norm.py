@@ -14,6 +14,8 @@ from .group_whole import WholeGroup, launch_whole_group, plan_whole_group
 
 
 def plan_group(x: Tensor, shape: GroupedShape, backward: bool) -> WholeGroup | Walk | Pieces:
+    """Plan whole groups if they fit in registers, else a walk if the cache holds them, else
+    pieces."""
     return (
         plan_whole_group(shape, backward)
         or plan_walk(x, shape, backward)
