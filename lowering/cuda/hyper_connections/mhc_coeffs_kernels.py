@@ -1,4 +1,5 @@
-"""mhc_coeffs: the kernels around cuBLAS's products. M tokens, whose rows have K elements."""
+"""mhc_coeffs: the kernels before and after cuBLAS's products. M tokens, whose rows have K
+elements."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def _dx_kernel(product_ptr, x_ptr, of_norm_ptr, dx_ptr, K, BLOCK_N: tl.constexpr
 
 
 def plan(problem: CoefficientsProblem, backward: bool) -> Tile:
-    """BLOCK_N is for the rows of x, and BLOCK_M the tokens of a block."""
+    """Plan tiles: BLOCK_N are columns of x, and BLOCK_M the tokens of a block."""
     tokens = max(1, min(MOST_TOKENS >> backward, TILE // problem.H**2))
     return Tile(min(4096, next_power_of_2(problem.x.shape[1])), BLOCK_M=tokens)
 
@@ -130,6 +131,7 @@ def gradients(
 
 
 def _tile(problem: CoefficientsProblem, plan: Tile, of_thread: int) -> dict[str, int]:
+    """Return the constants and options of a kernel, with `of_thread` elements a thread."""
     threads = problem.H**2 * plan.BLOCK_M // of_thread
     warps = max(1, threads // WARP_SIZE)
     return {"HC": problem.hc, "H": problem.H, "BLOCK_M": plan.BLOCK_M, "num_warps": warps}
