@@ -1,4 +1,4 @@
-"""What all cuda kernels share: plans, properties of the GPU, and the launch."""
+"""Plans, properties of the GPU, and the launch, for all cuda kernels."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def register(
     module = launch_forward.__module__
 
     def convolution_of(call: Any) -> CausalConvolution:
-        own = convolution.of(call)
-        return own if own.takes(call.weight) else CausalConvolution.of(call)
+        kernels = convolution.of(call)
+        return kernels if kernels.takes(call.weight) else CausalConvolution.of(call)
 
     # allocates=True, because the convolution allocates the result.
     @library.kernel("multi_token_attention_forward", device, allocates=True, module=module)
@@ -42,7 +42,7 @@ def register(
         launch_forward(call.scores, p, call.sparse)
         return convolution_of(call).forward(p, call.weight.contiguous(), call.bias)
 
-    # allocates=True, because the gradient of scores may be in the memory of that of p.
+    # allocates=True, because dscores may be in the memory of dp.
     @library.kernel("multi_token_attention_backward", device, allocates=True, module=module)
     def backward(call):
         outputs = library.allocate("multi_token_attention_backward", call)

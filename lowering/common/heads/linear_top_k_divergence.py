@@ -49,8 +49,8 @@ def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
         _place(chunk_logits, words, torch.full_like(listed, -INF))
         device.cross_entropy.loss_and_gradient(loss, chunk_logits, tokens.chunk(chunk), False)
     if loss.softcap is not None:
-        # The kernel's cap has made -softcap of the -inf of each listed word: their exponentials are
-        # taken out of lse again. Without other words, nothing is left, and lse is -inf.
+        # The kernel's softcap maps the -inf of each listed word to -softcap: subtract their
+        # exponentials from lse again. Without other words nothing is left, and lse is -inf.
         count = (ids >= 0).sum(-1)
         share = (count * torch.exp(-loss.softcap - flat_rest)).clamp(max=1.0)
         correction = torch.log1p(-share) + error.view(-1)

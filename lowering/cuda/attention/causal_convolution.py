@@ -196,7 +196,7 @@ class KernelConvolution(CausalConvolution):
         flipped = flipped.flatten(0, 1).contiguous()
         dp = weight.new_empty((len(dy), len(flipped), L, L))
         options = zip(kernel, self.dilation, self.padding, strict=True)
-        padding = [(size - 1) * dilation - own for size, dilation, own in options]
+        padding = [(size - 1) * dilation - pad for size, dilation, pad in options]
         self._launch(dy, flipped, None, dp, padding, CAUSAL=True)
         return dp
 

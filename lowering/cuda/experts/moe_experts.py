@@ -94,7 +94,7 @@ class _Experts:
 
     There are two orders of the n rows: *by expert*, in the order of `order`, so that the rows of an
     expert are adjacent; and *by token*, in which row t * top_k + k is the k-th expert of token t.
-    *Rows of tokens* are rows of x or dy, of which every one of a token's experts reads the same.
+    *Rows of tokens* are rows of x or dy: all experts of a token read the same row.
     """
 
     def __init__(self, call: Any, order: Tensor, offsets: Tensor) -> None:

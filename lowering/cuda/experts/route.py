@@ -21,7 +21,7 @@ from ..launch import launch
 CHUNK, OTHERS = 256, 32
 # Experts whose counts a program sums, and the chunks that it takes at a time.
 BINS, CHUNKS = 16, 512
-# Blocks of rows for each of which a program of _blocks_kernel finds the expert.
+# Blocks of rows whose experts a program of _blocks_kernel computes.
 BLOCKS = 64
 
 

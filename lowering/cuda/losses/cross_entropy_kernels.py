@@ -218,7 +218,7 @@ def cross_entropy_online_kernel(
             logits_ptr + cols, mask=cols < V, other=-float("inf"), eviction_policy=POLICY
         ).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
-        # The cap has made a finite number of the -inf past the last column.
+        # softcap maps the -inf past the last column to a finite number.
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
         maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions = (

@@ -23,7 +23,7 @@ def _load(ptr, mask, scale, softcap, policy: tl.constexpr, other=-float("inf")):
     """Load a tile of scaled and capped logits, -inf where masked off, or 0 with other=0."""
     x = tl.load(ptr, mask=mask, other=other, eviction_policy=policy).to(tl.float32)
     x = effective(x, scale, softcap)
-    # The cap has made a finite number of the -inf.
+    # softcap maps the -inf of masked elements to a finite number.
     if softcap is not None:
         x = tl.where(mask, x, other)
     return x

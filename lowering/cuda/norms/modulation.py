@@ -1,4 +1,4 @@
-"""What kernels share of norms with a modulation, and of norms of each sample by itself."""
+"""Functions of the kernels of norms with a modulation, and of norms of each sample by itself."""
 
 from __future__ import annotations
 
