@@ -1,4 +1,4 @@
-"""Ops, and calls, that run their definition on a device."""
+"""Run an op's definition in place of a device's kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ... import library
 
 
 def run_definition(op: str, device: str, module: str) -> None:
-    """Register the definitions of `<op>_forward` and `<op>_backward` as a device's kernels, because
-    PyTorch's functions are what it has there."""
+    """Register the definitions of `<op>_forward` and `<op>_backward` as a device's kernels, for an
+    op that has no kernels but PyTorch's."""
 
     def register(name: str) -> None:
         @torch.no_grad()
@@ -27,7 +27,7 @@ def run_definition(op: str, device: str, module: str) -> None:
 
 
 def fill_by_definition(op: str, call: Any, outputs: Sequence[Tensor | None]) -> None:
-    """Fill a call's outputs by the op's definition."""
+    """Fill the outputs of a call with what the op's definition returns."""
     for output, result in zip(outputs, library.OPS[op].definition(*call), strict=True):
         if output is not None and result is not None:
             output.copy_(result)

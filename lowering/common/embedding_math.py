@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def counts(word, V, padding):
-    """Whether a word's row of dweight is summed."""
+    """Return whether a word's row of dweight is summed."""
     return (word >= 0) & (word < V) & (word != padding)
 
 
@@ -16,12 +16,13 @@ def sum_chunk(
     n, N, V, padding, chunk, col,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sum the runs of a chunk of n positions, in BLOCK_N of N columns from `col` on."""
+    """Sum the runs of one chunk of the n positions, in BLOCK_N of N columns from `col` on."""
+    # Offsets within a tile are int32; `chunk` and `col` are int64, and with them every start.
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = cols < tl.minimum(N - col, BLOCK_N).to(tl.int32)
     start = chunk * CHUNK
     stop = tl.minimum(start + CHUNK, n)
-    # No word that counts is negative.
+    # -1 stands for no word: no word that counts is negative.
     before = tl.load(words_ptr + start - 1, mask=start > 0, other=-1)
     total = tl.zeros((1, BLOCK_N), tl.float32)
     for i in tl.range(start, stop):
@@ -36,6 +37,8 @@ def sum_chunk(
             if counted:
                 begun = before == word
                 if begun | (following == word):
+                    # Row 0 of the chunk for a run that began before it, though it may go on too;
+                    # row 1 for one that begins here.
                     place = chunk * 2 + 1 - begun.to(tl.int64)
                     tl.store(partial_ptr + place * N + col + cols, total, mask=mask)
                 else:
@@ -51,8 +54,8 @@ def sum_parts(
     N, V, padding, chunk, col,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial sums of the run that begins in a full chunk and goes on after it, if there
-    is one: BLOCK_M chunks at a time."""
+    """Add up the partial sums of the run that begins in a full chunk and goes on after it, if the
+    chunk has one: BLOCK_M chunks at a time."""
     cols = tl.arange(0, BLOCK_N)[None, :]
     rows = tl.arange(0, BLOCK_M)[:, None]
     mask = cols < tl.minimum(N - col, BLOCK_N).to(tl.int32)
@@ -62,7 +65,7 @@ def sum_parts(
     before = tl.load(words_ptr + start - 1, mask=start > 0, other=-1)
     end = tl.load(ends_ptr + chunk)
     if (end > stop) & (before != word) & counts(word, V, padding):
-        # The row of a chunk's sum of the run that began before it.
+        # Row 1 of the chunk in which the run begins, and row 0 of each later one.
         first = tl.load(partial_ptr + (chunk * 2 + 1) * N + col + cols, mask=mask, other=0.0)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         last = (end + CHUNK - 1) // CHUNK

@@ -1,4 +1,4 @@
-"""PyTorch's matrix products, into memory that is given."""
+"""PyTorch's matrix products, written into memory of the caller."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fill out with x @ weight.T + bias."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -14,21 +15,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add: bool) -> Tensor:
-    """a @ b, or out + a @ b, in out; its dtype may be float32 if a and b are narrower."""
+    """Write a @ b to `out`, or with `add` add it, and return `out`, which is allocated if it is
+    None. `dtype` is the dtype of `out`, which may be float32 where a and b are narrower."""
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
     if dtype is not a.dtype and a.is_cuda:
-        # The product is added to out as it is written: no other (V, D) is in memory.
+        # cuBLAS adds the product to out as it writes it: no second (V, D) is in memory.
         if add:
             torch.ops.aten.addmm.dtype_out(out, a, b, dtype, out=out)
         else:
             torch.ops.aten.mm.dtype_out(a, b, dtype, out=out)
     elif dtype is not a.dtype and a.dtype is torch.bfloat16:
-        part = torch.mm(a, b)
+        # Each product is rounded to bfloat16, the sum of them is not.
+        partial = torch.mm(a, b)
         if add:
-            out += part
+            out += partial
         else:
-            out.copy_(part)
+            out.copy_(partial)
     else:
         # Convert first: a product in float16 would overflow.
         a, b = a.to(dtype), b.to(dtype)

@@ -6,8 +6,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def tile_width(n: int, most: int) -> int:
-    """`most`, a power of 2, or the least one that is at least n. A dynamic n of a package of
-    AOTInductor has tiles for any."""
+    """Return the least power of 2 that is at least n, but no more than `most`, a power of 2.
+
+    For a dynamic n, in a package of AOTInductor, it is `most`, which serves any n.
+    """
     return most if type(n) is not int or n >= most else next_power_of_2(n)
 
 

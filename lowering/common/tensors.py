@@ -10,7 +10,7 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x itself, or a contiguous copy if its last dimension has another stride than 1."""
+    """Return x, or a contiguous copy of it if the stride of its last dimension is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -20,5 +20,5 @@ def flat(tensor: Tensor | None) -> Tensor | None:
 
 
 def streams_of(x: Tensor) -> Tensor:
-    """x, (..., hc, C), as contiguous (M, hc, C)."""
+    """Return x, (..., hc, C), as contiguous (M, hc, C)."""
     return x.reshape(-1, *x.shape[-2:]).contiguous()

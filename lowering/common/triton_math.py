@@ -7,19 +7,22 @@ import triton.language as tl
 # exp(-inf - -inf) is NaN: a tile that is all -inf adds 0 to a sum of exponentials, and a row that
 # is all -inf gives 0 / 0.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# exp of it is 0, and 0 times it is 0, as is not so for -inf.
+# A stand-in for -inf where it is multiplied: exp(VANISHING) is 0 and 0 * VANISHING is 0, where
+# 0 * -inf is NaN.
 VANISHING = tl.constexpr(-1e30)
 
 
 @triton.jit
 def flushed_exp(x):
-    """exp(x), or 0 if exp(x) < 2**-126. tl.exp handles these with three more instructions."""
+    """Compute exp(x), flushed to 0 below 2**-126: tl.exp takes three more instructions for the
+    subnormal results."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def rounded_lse(maximum, log_sum):
-    """maximum + log_sum, and what rounding took from it, or 0 where it is not finite."""
+    """Return lse = maximum + log_sum, rounded, and its rounding error, the exact sum less lse: 0
+    where lse is not finite."""
     lse = maximum + log_sum
     # The larger of two numbers, less their rounded sum, is exact.
     by_maximum = (maximum - lse) + log_sum
@@ -31,7 +34,7 @@ def rounded_lse(maximum, log_sum):
 
 @triton.jit
 def log_of_normal(x):
-    """log(x) of positive normal numbers, within 1.1 units in the last place.
+    """Compute log(x) of positive normal numbers, within 1.1 units in the last place.
 
     Compiled for sm_90, tl.log takes 39 instructions, and this 15. It is log(m) + k log(2) with m in
     [2/3, 4/3]. With t = m - 1, log(m) is t + t**2 times a polynomial of least relative error.
@@ -53,14 +56,14 @@ def log_of_normal(x):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """value rounded to dtype, as float32."""
+    """Round to dtype, and return float32."""
     return value.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def to_float32_again(x):
-    """Convert to float32 again, by bit shift if x is bfloat16, so that the compiler cannot reuse an
-    earlier x.to(float32).
+    """Convert to float32 again, in another way (a bit shift if x is bfloat16), so that the compiler
+    cannot reuse an earlier x.to(float32).
 
     Between its two uses a row then stays in registers in its own dtype: half as many for bfloat16.
     """
@@ -72,7 +75,7 @@ def to_float32_again(x):
 
 @triton.jit
 def rms_square(x, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
-    """The squares that rms_norm sums over a row."""
+    """Compute the squares that rms_norm sums over a row."""
     square = x * x
     if CASTING_MODE == "none":
         square = rounded(square, dtype)
@@ -81,7 +84,7 @@ def rms_square(x, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
 
 @triton.jit
 def rms_rstd(sum_of_squares, N, eps, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
-    """1 / rms of rows of N elements."""
+    """Compute 1 / rms of rows of N elements."""
     mean_square = sum_of_squares / N
     if CASTING_MODE == "none":
         mean_square = rounded(mean_square, dtype)
@@ -94,7 +97,8 @@ def rms_scaled(
     x, rstd, weight, offset,
     dtype: tl.constexpr, CASTING_MODE: tl.constexpr,
 ):  # fmt: skip
-    """x * rstd * (weight + offset), rounded as the casting mode says; weight may be None."""
+    """Compute x * rstd * (weight + offset), rounded as the casting mode says; weight may be
+    None."""
     y = x * rstd
     if weight is not None:
         scale = weight + offset
@@ -108,11 +112,12 @@ def rms_scaled(
 
 @triton.jit
 def modulated(y, scale, shift, dtype: tl.constexpr, ROUNDS: tl.constexpr):
-    """y * (1 + scale) + shift, for the result y of a norm of `dtype`. scale and shift have their
-    own dtypes; shift may be None.
+    """Compute y * (1 + scale) + shift, for the result y of a norm of `dtype`. scale and shift have
+    their own dtypes; shift may be None.
 
-    If ROUNDS, every operation rounds to PyTorch's dtype for it: y and a sum or product of operands
-    of `dtype` to that, 1 + scale to the dtype of scale. Others are float32 in PyTorch too.
+    If ROUNDS, every operation rounds to the dtype that its result has in PyTorch: y is rounded to
+    `dtype`, 1 + scale to the dtype of scale, and the product to `dtype` if scale has it too.
+    Results of mixed dtypes are float32 in PyTorch as well.
     """
     factor = 1.0 + scale.to(tl.float32)
     if ROUNDS:
@@ -139,7 +144,7 @@ def folded(x, FOLD: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, a, b, c, ACTIVATION: tl.constexpr):
-    """The result of a gated activation. a, b and c are its scalar options, in their order."""
+    """Compute a gated activation. a, b and c are its scalar options, in their order."""
     if ACTIVATION == "swiglu":
         z = gate * a
         return z * tl.sigmoid(z) * up * b
@@ -154,8 +159,11 @@ def gated(gate, up, a, b, c, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
-    """The gradients of gate and up. dy is multiplied by the slope first: if the slope is 0 and
-    up * dy would be inf, the product is 0."""
+    """Compute the gradients of gate and up.
+
+    dy is multiplied by the slope first: if the slope is 0 and up * dy would be inf, the product
+    is 0.
+    """
     if ACTIVATION == "swiglu":
         z = gate * a
         dy = dy * b
@@ -189,12 +197,13 @@ def within(x, limit):
 
 @triton.jit
 def relu(x):
-    """max(x, 0); NaN stays NaN."""
+    """Compute max(x, 0); NaN stays NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def silu_slope(z):
+    """Compute the derivative of z * sigmoid(z)."""
     # Beyond 1000 the sigmoid is 0 or 1, and z = inf would give 0 * inf. The sigmoid is that of z
     # itself, which the other gradient needs too.
     sigmoid = tl.sigmoid(z)
@@ -209,7 +218,7 @@ def _clamped(gate, up, limit):
 
 @triton.jit
 def _gelu_argument(x):
-    """2 * v, where (1 + tanh(v)) / 2 = sigmoid(2 * v) is the factor of GELU with tanh."""
+    """Compute 2 * v, where sigmoid(2 * v) = (1 + tanh(v)) / 2 is x's factor in GELU with tanh."""
     return 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
 
 

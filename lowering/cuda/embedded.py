@@ -1,4 +1,4 @@
-"""Launches as nodes of a graph, for the kernels in a package of AOTInductor."""
+"""Trace launches as nodes of a graph, for the kernels in a package of AOTInductor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.library import wrap_triton
 from . import launch
 from .compiled import thread
 
-# Inductor compiles the kernels of a package without dependent launches, and with assertions.
-OTHERS = ("launch_pdl", "debug", "sanitize_overflow")
+# Options that Triton takes and Inductor does not: it compiles the kernels of a package without
+# dependent launches, and with assertions.
+DROPPED_OPTIONS = ("launch_pdl", "debug", "sanitize_overflow")
 
 _lock = threading.Lock()
 
@@ -27,10 +28,14 @@ def traced_launches() -> Iterator[None]:
         kernel: Any, grid: tuple[int, ...], device: int | None,
         args: tuple[Any, ...], constants: dict[str, Any],
     ) -> None:  # fmt: skip
+        # The replacement is seen by every thread, and only this one traces.
         if not thread.is_traced:
             return launch_compiled(kernel, grid, device, args, constants)
-        constants = {name: value for name, value in constants.items() if name not in OTHERS}
+        constants = {
+            name: value for name, value in constants.items() if name not in DROPPED_OPTIONS
+        }
         if "DEPENDENT" in constants:
+            # Without a dependent launch, there is nothing for the kernel to wait for.
             constants["DEPENDENT"] = False
         wrap_triton(kernel)[grid](*args, **constants)
 

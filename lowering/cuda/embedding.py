@@ -1,4 +1,5 @@
-"""embedding: PyTorch's gather; lowering/common/embedding.py describes the backward. N columns."""
+"""embedding: PyTorch's gather, and kernels for the backward, which lowering/common/embedding.py
+describes. N columns."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PARTS = 16
 # 8192 rows of a weight of 32768 x 4096 take 0.228 ms on an H200, and 32768 of 128256 x 4096 0.586.
 # Other tiles were not timed.
 def plan_backward(rows: int, N: int) -> Tile:
-    """BLOCK_M is the number of rows in a chunk. A thread has up to 8 columns of them."""
+    """Plan chunks of BLOCK_M rows, in which a thread has up to 8 columns."""
     return Tile(min(1024, max(64, next_power_of_2(N))), BLOCK_M=chunk_length(rows))
 
 
@@ -58,6 +59,7 @@ def embedding(call: Any, y: Tensor, plan: Plan | None) -> None:
 
 @library.kernel("embedding_backward", "cuda")
 def embedding_backward(call: Any, dweight: Tensor, plan: Tile | None) -> None:
+    # A word without rows is never stored.
     dweight.zero_()
     if call.dy.numel() == 0:
         return
@@ -70,8 +72,10 @@ def embedding_backward(call: Any, dweight: Tensor, plan: Tile | None) -> None:
         runs.words, runs.order, runs.dy, dweight, runs.partial, n, N, V, runs.padding,
         CHUNK=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
     )  # fmt: skip
+    # Only a full chunk has rows after it, and with them a run that goes on.
     if len(runs.ends) > 0:
-        # Narrow tiles: if one word has most rows, its columns alone fill the GPU.
+        # Narrow tiles: if one word has most rows, a single run is long, and only its columns are
+        # left to fill the GPU.
         BLOCK_N = min(128, plan.BLOCK_N)
         launch(
             _embedding_parts_kernel, (len(runs.ends), cdiv(N, BLOCK_N)), dweight,

@@ -1,4 +1,4 @@
-"""Plans, facts of the GPU, and the launch that all cuda kernels share."""
+"""Plans, properties of the GPU, and the launch, for all cuda kernels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from .compiled import launch_compiled
 # The largest block has 1024 threads: 32 warps on NVIDIA, 16 on AMD's data-centre GPUs.
 WARP_SIZE = 64 if torch.version.hip else 32
 
-# Under the interpreter. It is small, so that a program of a persistent kernel has several tiles.
+# Multiprocessors that the interpreter stands for. Few, so that a program of a persistent kernel has
+# several tiles.
 INTERPRETED_PROCESSORS = 3
 
-# Bytes of shared memory that every GPU gives a program, and that Triton's reductions may take: up
-# to 128 bytes a row of a tile.
+# Bytes of shared memory that every GPU has for a program.
 MINIMAL_SHARED_MEMORY = 48 * 1024
+# Bytes of it that Triton's reductions may take: up to 128 for each row of a tile.
 REDUCTION_SCRATCH = 2048
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a kernel is launched: columns of a tile, and threads of a program.
+    """The launch configuration of a kernel: columns of a tile, and threads of a program.
 
-    An algorithm is a subclass: host code launches the kernel that the plan's type names.
+    Each algorithm of an op is a subclass: the plan's type tells host code which kernel to launch.
     """
 
     BLOCK_N: int
@@ -71,12 +72,14 @@ class TwoPass(Plan):
 
 T = TypeVar("T")
 
-# By the bytes of an element, 2 or 4: the largest width that each entry is for, in ascending order.
+# Bytes of an element, 2 or 4 -> (the largest width that the plan is for, the plan), in ascending
+# order of widths.
 Table = dict[int, tuple[tuple[float, T], ...]]
 
 
 def plan_for(x: Tensor, table: Table[T], width: int) -> T | None:
-    """The table's first entry for elements of x's size that is for this width."""
+    """Return the table's plan for elements of x's size and rows of this width, or None if the
+    width is above the table's largest."""
     of_size = table[4 if x.element_size() == 4 else 2]
     return next((plan for widest, plan in of_size if width <= widest), None)
 
@@ -87,34 +90,36 @@ def _properties(index: int) -> Any:
 
 
 def processors(x: Tensor) -> int:
-    """The multiprocessors of the GPU that holds x."""
+    """Return the number of multiprocessors of the GPU that holds x."""
     return (
         _properties(x.device.index).multi_processor_count if x.is_cuda else INTERPRETED_PROCESSORS
     )
 
 
 def on_nvidia(x: Tensor) -> bool:
-    """Whether kernels that take x may hold PTX."""
+    """Return whether x is on a GPU of NVIDIA, so that kernels that take it may hold PTX."""
     return x.is_cuda and torch.version.hip is None
 
 
 def compute_capability(x: Tensor) -> int:
-    """The major version of the GPU that holds x."""
+    """Return the major version of the compute capability of the GPU that holds x."""
     return int(_properties(x.device.index).major)
 
 
 def dependent_launch(x: Tensor) -> dict[str, bool]:
-    """Options for programmatic dependent launch: if DEPENDENT, the kernel waits for the one before.
+    """Return the options for programmatic dependent launch: if DEPENDENT, the kernel itself waits
+    for the kernel before it (`gdc_wait`).
 
-    From Hopper on the GPU sets it up while that kernel ends: rms_norm's backward of 2048 x 4096
-    takes 23 us on an H200, and 24 without it.
+    From Hopper on, the GPU sets the kernel up while the one before it ends: rms_norm's backward of
+    2048 x 4096 takes 23 us on an H200, and 24 without it. A dependent kernel may not read what
+    earlier kernels wrote before it has waited.
     """
     dependent = on_nvidia(x) and _properties(x.device.index).major >= 9
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
 
 
 def pipeline_stages(x: Tensor, tile_bytes: int, wanted: int = 3) -> int:
-    """num_stages of a loop: `wanted`, or as many as shared memory holds.
+    """Return num_stages of a loop: `wanted`, or as many as fit in shared memory.
 
     One stage loads nothing ahead. Each further stage holds one tile of each tensor that the loop
     loads, `tile_bytes` together, in shared memory.
@@ -127,13 +132,13 @@ def pipeline_stages(x: Tensor, tile_bytes: int, wanted: int = 3) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x as (M, N) with unit stride in the last dimension: a view if possible, else a copy."""
+    """Return x as (M, N) with unit stride in the last dimension: a view if possible, or a copy."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
-    """Launch kernel on the GPU that holds x, which need not be the current one.
+    """Launch the kernel on the GPU that holds x, which need not be the current one.
 
     `args` are the kernel's first parameters, among them all tensors; `constants` are the other
     parameters and Triton's options.
@@ -148,7 +153,7 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constant
 
 @functools.cache
 def plan_whole_rows(N: int, most_threads: int, thread_elements: int = 16) -> WholeRow:
-    """One row a tile, or as many narrow ones as make 2048 elements."""
+    """Plan a tile of one row, or of as many narrow rows as make 2048 elements."""
     BLOCK_N = next_power_of_2(N)
     BLOCK_M = max(1, 2048 // BLOCK_N)
     threads = max(128, BLOCK_M * BLOCK_N // thread_elements)

@@ -1,4 +1,5 @@
-"""Gradients of weights: programs store partial sums, and a kernel adds them in a fixed order."""
+"""Deterministic gradients of weights: programs store partial sums, and a kernel adds them in a
+fixed order. Atomics would add them in another order in each run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _column_sums_kernel(
     partial_ptr, out_ptr, second_partial_ptr, second_out_ptr, P, N,
     DEPENDENT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # One gradient, or two in one launch.
+    # One gradient, or two in one launch: the second dimension of the grid is the gradient.
     if DEPENDENT:
         gdc_wait()
     if second_partial_ptr is None:
@@ -42,16 +43,20 @@ def _column_sums_kernel(
 
 
 def partial_sums(dweight: Tensor | None, programs: int) -> Tensor | None:
-    """A float32 row for each program, which stores its part of dweight there once."""
+    """Allocate a float32 row for each program, which stores its part of dweight there once.
+
+    The memory is uninitialised: every program must write its whole row.
+    """
     if dweight is None:
         return None
     return dweight.new_empty((programs, dweight.numel()), dtype=torch.float32)
 
 
 def summed(*gradients: tuple[Tensor | None, Tensor | None]) -> None:
-    """Sum the programs' rows into the gradients, in float32 and deterministically.
+    """Sum the programs' rows into the gradients, in float32 and in a fixed order.
 
-    Takes one or two pairs: the `partial_sums`, and the gradient; both None if it is not wanted.
+    `gradients` are one or two pairs: the `partial_sums`, and the gradient that they are added up
+    in; both None if the gradient is not wanted. Two gradients have the same shape.
     """
     wanted = [(parts, out) for parts, out in gradients if parts is not None and out is not None]
     if not wanted:

@@ -1,9 +1,10 @@
 """Replay an earlier call of an op for arguments of the same form.
 
-A call's checks, plan, allocations and launches depend on its form alone: shapes, strides, dtypes
+A call's checks, plan, allocations and launches depend on its *form* alone: shapes, strides, dtypes
 and alignment of tensors, options, and PyTorch's precision of float32 products. The first call of a
 form runs as it is, the second is recorded, and later ones allocate the same memory and launch the
-same compiled kernels, with their own addresses.
+same compiled kernels, with their own addresses. A call that does anything that cannot be repeated
+in this way is never replayed: it always runs its host code.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ ALLOCATIONS = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
-# Bytes of what a call may compute by PyTorch: a replay has all of it in memory until it ends.
+# The most bytes that a call may compute by operators of PyTorch: a replay keeps all of them in
+# memory until it ends.
 MOST_COMPUTED = 2**20
-# Operators whose results have another form, or are other numbers, in the next call.
+# Operators whose results have another shape, or are numbers of Python, that depend on the data.
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-# A step is given the tensors of the call that is replayed, of which the call's arguments are the
-# first, their addresses, and the stream. `index` is that of one of these tensors.
+# The tensors of a call are numbered: first its arguments, then what its steps allocate or compute,
+# in order. A replay runs each step with the list of the tensors so far, to which a step appends its
+# result, the list of their addresses, and the stream. `index` is a tensor's number.
 
 
 class Allocation(NamedTuple):
-    """Memory for a result, or for use within the call."""
+    """A step that allocates memory, for a result or for use within the call."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,28 +48,32 @@ class Allocation(NamedTuple):
         addresses.append(x.data_ptr())
 
 
-class Given(NamedTuple):
-    """An argument of a computation that is a tensor or, with size, stride and start, its part."""
+class TensorArgument(NamedTuple):
+    """The argument of a computation, by position or name, that is tensor `index` of the call.
+
+    `view` is None for the tensor itself, or a view's size, stride, and start in the tensor.
+    """
 
     argument: int | str
     index: int
-    part: tuple[Any, ...] | None
+    view: tuple[Any, ...] | None
 
 
 class Computation(NamedTuple):
-    """An operator of PyTorch."""
+    """A step that calls an operator of PyTorch. `args` and `options` have None for each of the
+    `tensor_arguments`."""
 
     function: Any
     args: list[Any]
     options: dict[str, Any]
-    given: list[Given]
+    tensor_arguments: list[TensorArgument]
 
     def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         args, options = self.args.copy(), self.options.copy()
-        for i, index, part in self.given:
+        for i, index, view in self.tensor_arguments:
             x = tensors[index]
-            if part is not None:
-                size, stride, start = part
+            if view is not None:
+                size, stride, start = view
                 x = x.as_strided(size, stride, x.storage_offset() + start)
             (options if isinstance(i, str) else args)[i] = x
         x = self.function(*args, **options)
@@ -75,25 +82,30 @@ class Computation(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A compiled kernel; `places` are the indices of arguments that are addresses, the indices of
-    their tensors, and the bytes between a tensor's start and the address. `hooks` are Triton's.
-    The code is loaded while `kernel` lives: Triton 3.8 and later unload it with the kernel."""
+    """A step that launches a compiled kernel.
+
+    `pointers` has, for each argument that is an address, the argument's position, the index of its
+    tensor, and the bytes from the tensor's start to the address. `hooks` are the kernel's hooks, a
+    list that Triton changes in place. The recording holds `kernel`, because Triton 3.8 and later
+    unload a kernel's code when the kernel is freed.
+    """
 
     kernel: Any
     hooks: list[Any]
     launch: Callable[[Sequence[Any], int], None]
     args: list[Any]
-    places: list[tuple[int, int, int]]
+    pointers: list[tuple[int, int, int]]
 
     def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         args = self.args.copy()
-        for i, index, offset in self.places:
+        for i, index, offset in self.pointers:
             args[i] = addresses[index] + offset
         self.launch(tuple(args), stream)
 
 
 class Recording(NamedTuple):
-    """A call's steps, and which of its tensors are its results; and the hooks of its kernels."""
+    """The steps of a call, the indices of the tensors that are its results, and the hooks of its
+    kernels. `computes`: one of the steps is a computation."""
 
     device: int
     steps: list[Allocation | Computation | Launch]
@@ -115,19 +127,24 @@ class Recording(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records a call, which is to be made with `args` in place of its own arguments."""
+    """Records a call, which is to be made with `args` in place of its own arguments.
+
+    `tensors` are the positions of the arguments that may be tensors.
+    """
 
     def __init__(self, args: Sequence[Any], tensors: Sequence[int]) -> None:
         super().__init__()
-        # An argument that is given twice is two objects here.
+        # An argument that is passed twice is two objects here, so that each has its own index: in
+        # a later call of the same form the two may be different tensors.
         self.args = [x.detach() if isinstance(x, Tensor) else x for x in args]
         self.tensors = [self.args[i] if i < len(args) else None for i in tensors]
         self.count = len(self.tensors)
-        # By the id of a tensor or a view of one: it, and the tensor's index.
-        self.found = {id(x): (x, i) for i, x in enumerate(self.tensors) if x is not None}
+        # The id of a tensor, or of a view of a tensor -> itself and the tensor's index. Holding the
+        # object keeps its id from being given to another.
+        self.indices = {id(x): (x, i) for i, x in enumerate(self.tensors) if x is not None}
         self.steps: list[Allocation | Computation | Launch] = []
         # Index of a tensor that is no argument -> index of the step that makes it.
-        self.made: dict[int, int] = {}
+        self.step_of: dict[int, int] = {}
         self.is_exact, self.computed = True, 0
 
     def __enter__(self) -> Recorder:
@@ -142,77 +159,88 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if self.is_exact and not self._called(function, args, kwargs or {}, result):
+        if self.is_exact and not self._record_operator(function, args, kwargs or {}, result):
             self.stop()
         return result
 
     def stop(self) -> None:
-        """The call cannot be replayed. From now on it frees its memory as it does otherwise."""
+        """Give up: the call cannot be replayed. From now on it frees its memory as it does without
+        a recorder."""
         self.is_exact = False
         self.tensors.clear()
-        self.found.clear()
+        self.indices.clear()
 
-    def _called(self, function: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Note what an operator of PyTorch did, and return whether it can be repeated."""
-        given = {**dict(enumerate(args)), **kwargs}
-        given = {i: x for i, x in given.items() if isinstance(x, Tensor)}
+    def _record_operator(self, function: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Record a call of an operator of PyTorch, and return whether it can be repeated."""
+        inputs = {**dict(enumerate(args)), **kwargs}
+        inputs = {i: x for i, x in inputs.items() if isinstance(x, Tensor)}
         results = [result] if isinstance(result, Tensor) else result
+        # A view is no step: it belongs to its tensor, and a launch passes its offset from that. An
+        # operator with the schema of a view may copy, hence the comparison of memory.
         if function.is_view and all(_memory(x) == _memory(args[0]) for x in results):
             index = self._index(args[0])
-            self.found.update({id(x): (x, index) for x in results})
+            self.indices.update({id(x): (x, index) for x in results})
             return index is not None
         if not isinstance(result, Tensor):
             # What is computed without tensors depends on the form alone.
-            return not given
-        step: Any = _form(result)
+            return not inputs
+        step: Any = _allocation(result)
         if function._schema.name not in ALLOCATIONS:
-            found = [self._given(i, x) for i, x in given.items()]
+            tensors = [self._tensor_argument(i, x) for i, x in inputs.items()]
             self.computed += result.nbytes
-            if None in found or self.computed > MOST_COMPUTED or not _is_exact(function):
+            if None in tensors or self.computed > MOST_COMPUTED or not _is_exact(function):
                 return False
             # The recording keeps no tensor alive.
-            values = [None if i in given else x for i, x in enumerate(args)]
-            options = {name: None if name in given else x for name, x in kwargs.items()}
-            step = Computation(function, values, options, found)
+            values = [None if i in inputs else x for i, x in enumerate(args)]
+            options = {name: None if name in inputs else x for name, x in kwargs.items()}
+            step = Computation(function, values, options, tensors)
         index = len(self.tensors)
-        self.found[id(result)] = result, index
-        self.made[index] = len(self.steps)
+        self.indices[id(result)] = result, index
+        self.step_of[index] = len(self.steps)
         self.tensors.append(result)
         self.steps.append(step)
         return True
 
-    def _given(self, argument: int | str, x: Tensor) -> Given | None:
+    def _tensor_argument(self, argument: int | str, x: Tensor) -> TensorArgument | None:
+        """Return x as an argument of a computation, or None if a replay could not make it."""
         index = self._index(x)
         tensor = x if index is None else self.tensors[index]
+        # as_strided cannot make a view of another dtype.
         if index is None or x.dtype is not tensor.dtype:
             return None
-        part = (tuple(x.shape), x.stride(), x.storage_offset() - tensor.storage_offset())
-        return Given(argument, index, None if _form(x) == _form(tensor) else part)
+        view = (tuple(x.shape), x.stride(), x.storage_offset() - tensor.storage_offset())
+        return TensorArgument(
+            argument, index, None if _allocation(x) == _allocation(tensor) else view
+        )
 
     def _index(self, x: Tensor) -> int | None:
-        return self.found.get(id(x), (x, None))[1]
+        """Return the index of the tensor that x is or is a view of; None if it is unknown."""
+        return self.indices.get(id(x), (x, None))[1]
 
-    def launched(self, kernel: Any, compiled: Compiled, args: Sequence[Any]) -> None:
-        """Note a launch."""
-        passed, places = [*args, *compiled.constants], []
+    def record_launch(self, kernel: Any, compiled: Compiled, args: Sequence[Any]) -> None:
+        passed, pointers = [*args, *compiled.constants], []
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 passed[i], index = x.data_ptr(), self._index(x)
                 if index is None:
                     self.stop()
                     return
+                # The address of a tensor without elements is 0 in every call.
                 if x.numel():
-                    places.append((i, index, passed[i] - self.tensors[index].data_ptr()))
+                    pointers.append((i, index, passed[i] - self.tensors[index].data_ptr()))
         launch, taken = compiled.by_pytorch() or (compiled.launch, None)
         if taken is not None:
+            # PyTorch's launcher takes no constants: the positions are those among what it takes,
+            # and the two pointers to Triton's scratch memory follow.
             position = {i: n for n, i in enumerate(taken)}
             passed = [*(passed[i] for i in taken), None, None]
-            places = [(position[i], *place) for i, *place in places]
-        step = Launch(compiled.kernel, kernel.pre_run_hooks, launch, passed, places)
+            pointers = [(position[i], *pointer) for i, *pointer in pointers]
+        step = Launch(compiled.kernel, kernel.pre_run_hooks, launch, passed, pointers)
         self.steps.append(step)
 
     def recording(self, returned: Any) -> Recording | None:
-        """The call, which returned this, or None if it cannot be replayed."""
+        """Return the recording of the call, which returned `returned`, or None if the call cannot
+        be replayed."""
         if not self.is_exact:
             return None
         computes = any(isinstance(step, Computation) for step in self.steps)
@@ -220,14 +248,16 @@ class Recorder(TorchDispatchMode):
         for x in returned if isinstance(returned, tuple) else (returned,):
             index = None if x is None else self._index(x)
             if x is not None:
-                if index not in self.made or index in results:
+                # A result that is an argument, or one tensor twice, is left to the host code.
+                if index not in self.step_of or index in results:
                     return None
                 tensor = self.tensors[index]
-                if _form(x) != _form(tensor):
-                    # The memory has the result's strides from the start.
+                if _allocation(x) != _allocation(tensor):
+                    # The result is a view: a replay allocates memory with the view's shape and
+                    # strides from the start. A computation would see the changed tensor.
                     if computes or not _is_whole(x, tensor):
                         return None
-                    self.steps[self.made[index]] = _form(x)
+                    self.steps[self.step_of[index]] = _allocation(x)
             results.append(index)
         devices = {x.get_device() for x in self.tensors if x is not None}
         hooks = [step.hooks for step in self.steps if isinstance(step, Launch)]
@@ -237,7 +267,8 @@ class Recorder(TorchDispatchMode):
         return Recording(devices.pop(), self.steps, hooks, computes, results, is_tuple)
 
 
-def _form(x: Tensor) -> Allocation:
+def _allocation(x: Tensor) -> Allocation:
+    """Return the step that allocates a tensor like x."""
     return Allocation(tuple(x.shape), x.stride(), x.dtype)
 
 
@@ -246,52 +277,59 @@ def _memory(x: Tensor) -> int:
 
 
 def _is_exact(function: Any) -> bool:
-    """Whether an operator takes no list of tensors, and returns the same forms in each call."""
-    kinds = [str(argument.type) for argument in function._schema.arguments]
-    takes_list = any("List" in kind and "Tensor" in kind for kind in kinds)
+    """Return whether an operator takes no list of tensors, and its results have the same shapes in
+    each call of a form."""
+    types = [str(argument.type) for argument in function._schema.arguments]
+    takes_list = any("List" in name and "Tensor" in name for name in types)
     return not (takes_list or DATA_DEPENDENT & set(function.tags))
 
 
 def _is_whole(x: Tensor, tensor: Tensor) -> bool:
-    """Whether x has all memory of the tensor, and no element twice."""
+    """Return whether the view x covers all memory of the tensor, and no element twice."""
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     is_dense = x.numel() in (0, last + 1)
     return is_dense and x.nbytes == tensor.nbytes and x.data_ptr() == tensor.data_ptr()
 
 
 class Replays:
-    """The kernel of an op, which is given the arguments as a tuple: `run`, or a recorded call."""
+    """The kernel of an op, called with the arguments as a tuple: it calls `run`, the host code, or
+    replays a recorded call."""
 
     def __init__(self, run: Callable[..., Any], arguments: Sequence[Any]) -> None:
         self.run = run
-        kinds = [str(argument.type) for argument in arguments]
-        self.tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
-        self.lists = [i for i, kind in enumerate(kinds) if "List" in kind]
-        # The form of a call -> its recording, or whether its next call is to be recorded.
-        self.known: dict[tuple[Any, ...], Recording | bool] = {}
+        types = [str(argument.type) for argument in arguments]
+        self.tensors = [i for i, name in enumerate(types) if name in ("Tensor", "Optional[Tensor]")]
+        self.lists = [i for i, name in enumerate(types) if "List" in name]
+        # The form of a call -> its recording; True if the next call is to be recorded, and False if
+        # a call of the form cannot be replayed.
+        self.recordings: dict[tuple[Any, ...], Recording | bool] = {}
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         if not can_replay():
             return self.run(*args)
         form, tensors, addresses = self._form(args)
-        known = self.known.get(form)
-        if isinstance(known, Recording):
-            if not any(known.hooks):
-                return known.replay(tensors, addresses)
-        elif known:
+        recording = self.recordings.get(form)
+        if isinstance(recording, Recording):
+            # Hooks of a kernel that were added since run with Triton's launch alone.
+            if not any(recording.hooks):
+                return recording.replay(tensors, addresses)
+        elif recording:
             with Recorder(args, self.tensors) as recorder:
                 results = self.run(*recorder.args)
-            self.known[form] = recorder.recording(results) or False
+            self.recordings[form] = recorder.recording(results) or False
             return results
         results = self.run(*args)
-        if known is None:
-            if len(self.known) >= MOST_COMPILED:
-                self.known.clear()
-            self.known[form] = True
+        if recording is None:
+            if len(self.recordings) >= MOST_COMPILED:
+                self.recordings.clear()
+            self.recordings[form] = True
         return results
 
     def _form(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], list[int]]:
-        """What a call depends on but the numbers in its tensors; these, and their addresses."""
+        """Return a call's form, its tensors (None for an absent one), and their addresses.
+
+        The form is all that the host code may depend on: everything but the numbers in tensors.
+        """
         form, tensors, addresses, count = [*args], [], [], len(args)
         for i in self.tensors:
             x, address = args[i] if i < count else None, 0

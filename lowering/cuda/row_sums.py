@@ -1,4 +1,5 @@
-"""Several sums in one exchange through shared memory: the warps of a program wait once."""
+"""Sums over rows. Several sums are one reduction of joined tiles: their partial sums cross the
+shared memory together, and the warps of a program wait once."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import triton.language as tl
 
 @triton.jit
 def two_sums(a, b):
-    """The sums of the rows of two (M, N) tiles, (M, 1) each."""
+    """Sum the rows of two (M, N) tiles: (M, 1) each."""
     a, b = tl.split(tl.sum(tl.join(a, b), 1))
     return a[:, None], b[:, None]
 
 
 @triton.jit
 def two_row_sums(a, b):
-    """two_sums of tiles as they are loaded: first over neighbours, which one thread holds."""
+    """Compute two_sums of tiles as they are loaded: first over neighbours, which one thread
+    holds, so that joining the tiles takes 1 / FOLD of the registers."""
     FOLD: tl.constexpr = 8 if a.shape[1] >= 8 else a.shape[1]
     shape: tl.constexpr = (a.shape[0], a.shape[1] // FOLD, FOLD)
     return two_sums(tl.sum(tl.reshape(a, shape), 2), tl.sum(tl.reshape(b, shape), 2))
@@ -23,19 +25,19 @@ def two_row_sums(a, b):
 
 @triton.jit
 def two_totals(a, b):
-    """The sums of two vectors."""
+    """Sum each of two vectors."""
     return tl.split(tl.sum(tl.join(a, b), 0))
 
 
 @triton.jit
 def four_totals(a, b, c, d):
-    """The sums of four vectors."""
+    """Sum each of four vectors."""
     return _four(a, b, c, d, 0)
 
 
 @triton.jit
 def four_sums(a, b, c, d):
-    """The sums of the rows of four (M, N) tiles, (M,) each."""
+    """Sum the rows of four (M, N) tiles: (M,) each."""
     return _four(a, b, c, d, 1)
 
 
@@ -49,9 +51,10 @@ def _four(a, b, c, d, AXIS: tl.constexpr):
 
 @triton.jit
 def near_mean(x_ptr, N):
-    """The mean of the first 32 of N elements, rounded to x's dtype.
+    """Compute the mean of the first 32 of N elements, rounded to x's dtype.
 
-    Sums of squares about it lose little precision, whatever the mean of all elements is.
+    A sum of squares of x - near_mean loses little precision, whatever the mean of all elements is.
+    The rounded mean can be the value of masked elements, which are then 0 once it is subtracted.
     """
     near = tl.arange(0, 32)
     x = tl.load(x_ptr + near, mask=near < N, other=0.0).to(tl.float32)
@@ -60,9 +63,10 @@ def near_mean(x_ptr, N):
 
 @triton.jit
 def first_mean(x_ptr, N, BLOCK_N: tl.constexpr):
-    """The mean of the first of the T tiles of a row.
+    """Compute the mean of the first of the T tiles of a row.
 
-    Sums of squares about it lose at most a factor of T in precision, whatever the row's mean is.
+    A sum of squares of x - first_mean loses at most a factor of T in precision, whatever the row's
+    mean is.
     """
     cols = tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -71,11 +75,12 @@ def first_mean(x_ptr, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def mean_and_rstd(sum, square, shift, length, eps):
-    """The mean of `length` elements, 1 / their deviation, and the mean's distance from `shift`.
+    """Return the mean of `length` elements, 1 / their standard deviation, and mean - shift.
 
-    sum and square are the sums of the elements minus `shift`, and of the squares of that.
+    sum is the sum of x - shift over the elements, and square that of (x - shift)**2.
     """
     step = sum / length
+    # Rounding may leave less than 0.
     variance = tl.maximum(square / length - step * step, 0.0)
     return shift + step, tl.rsqrt(variance + eps), step
 

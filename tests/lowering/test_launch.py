@@ -220,8 +220,8 @@ def test_any_surprise_leaves_all_launches_to_triton(
 def test_versions_that_were_not_run_with_are_left_to_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert all(map(launching.was_run_with, ("3.6.0", "3.6.1+rocm7", "3.7.1", "3.8.0", "3.9.0")))
-    assert not any(map(launching.was_run_with, ("3.5.1", "3.60.0", "3.10.0", "4.0", "main")))
+    assert all(map(launching.is_supported, ("3.6.0", "3.6.1+rocm7", "3.7.1", "3.8.0", "3.9.0")))
+    assert not any(map(launching.is_supported, ("3.5.1", "3.60.0", "3.10.0", "4.0", "main")))
     monkeypatch.setattr(launching, "_direct", False)
     kernel = Kernel()
     run(kernel)
@@ -259,7 +259,7 @@ def test_the_installed_triton_passes_the_same(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("other", ("order", "count", "keywords", "name"))
 def test_another_way_of_launching_is_noticed(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the installed Triton passes to a launcher is what a launch from here passes."""
-    assert launching.is_launched_so()
+    assert launching.has_same_launcher()
 
     def launch(self: Any, grid: tuple[int, ...]) -> Any:
         def run(*args: Any, stream: Any = None) -> None:
@@ -276,7 +276,7 @@ def test_another_way_of_launching_is_noticed(other: str, monkeypatch: pytest.Mon
         return run
 
     monkeypatch.setattr(triton.compiler.CompiledKernel, "__getitem__", launch)
-    assert not launching.is_launched_so()
+    assert not launching.has_same_launcher()
 
 
 def shifted(x_ptr, y_ptr, w_ptr, M, N, one, scale, BLOCK: tl.constexpr):
@@ -314,7 +314,7 @@ ENTRY = (
     ".visible .entry f(\n  .param .u64 .ptr .global .align 1 f_param_0,\n  .param .u32 f_param_1"
 )
 OWN = ",\n  .param .u64 .ptr .global .align 1 f_param_2,\n  .param .u64 f_param_3"
-METADATA = dict.fromkeys(launching.BY_TRITON_ALONE, 0)
+METADATA = dict.fromkeys(launching.TRITON_LAUNCHER_ONLY, 0)
 LAUNCHED: dict[str, dict[str, Any]] = {
     "parameters of another size": {"signature": {"x": "*fp32", "M": "i64"}},
     "a type that is not known": {"signature": {"x": "*fp32", "M": "u1"}},

@@ -55,7 +55,7 @@ class Interpreted:
         bits = [BITS.get(kind, 64) for kind in [*kinds, "*", "*"] if kind != "constexpr"]
         parameters = ", ".join(f".param .u{bit} p" for bit in bits)
         self.asm = {"ptx": f".entry p({parameters})"}
-        others = dict.fromkeys(compiled.BY_TRITON_ALONE, False)
+        others = dict.fromkeys(compiled.TRITON_LAUNCHER_ONLY, False)
         # As a GPU that launches dependent kernels has it.
         others["launch_pdl"] = "DEPENDENT" in constants
         self.metadata = SimpleNamespace(**others)
@@ -137,7 +137,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(torch_private.__dict__, "StaticCudaLauncher", launcher)
     for name in library.OPS:
         if (calls := replays(name)) is not None:
-            monkeypatch.setattr(calls, "known", {})
+            monkeypatch.setattr(calls, "recordings", {})
     yield
 
 
@@ -300,7 +300,7 @@ def test_a_recording_does_not_keep_what_a_call_frees(monkeypatch: pytest.MonkeyP
 
     class Watched(Recorder):
         def __exit__(self, *exception: Any) -> None:
-            held.append(len(self.found))
+            held.append(len(self.indices))
             super().__exit__(*exception)
 
     monkeypatch.setattr(replay, "MOST_COMPUTED", 100)
@@ -309,7 +309,7 @@ def test_a_recording_does_not_keep_what_a_call_frees(monkeypatch: pytest.MonkeyP
     case, calls = op.sample(torch.bfloat16), replays(op.name)
     for _ in range(2):
         library.OPS[op.name].kernels["cuda"](*op.forward_args(case, op.tensors(case)))
-    assert calls is not None and list(calls.known.values()) == [False]
+    assert calls is not None and list(calls.recordings.values()) == [False]
     assert held[-1] == 0
 
 
@@ -319,7 +319,7 @@ def test_a_recording_keeps_the_code_of_its_kernels(checked: list[str]) -> None:
     x = torch.randn(4, 32, device=DEVICE)
     expected = [run(x, x) for _ in range(2)][-1]
     assert calls is not None
-    (recording,) = calls.known.values()
+    (recording,) = calls.recordings.values()
     assert isinstance(recording, Recording) and len(checked) == 2
     launched = [step for step in recording.steps if isinstance(step, Launch)]
     # By PyTorch's launcher, which is given the handle of the code alone.

@@ -31,7 +31,7 @@ import liger_ops.lowering.cuda as cuda
 import paths  # noqa: F401
 from launch_cases import compiled as compiled_cases
 from liger_ops import library
-from liger_ops.lowering.common.losses.cross_entropy import Tokens
+from liger_ops.lowering.common.losses.cross_entropy import TokenTensors
 from liger_ops.lowering.cuda.attention import multi_token_attention
 from liger_ops.lowering.cuda.launch import WARP_SIZE
 from liger_ops.lowering.cuda.losses import cross_entropy
@@ -101,7 +101,7 @@ def losses_between_products(logits: torch.Tensor) -> Iterator[Callable[[], Any]]
             cross_entropy.loss_and_gradient,
             library.OPS["cross_entropy_forward"].arguments(*args),
             logits,
-            Tokens(args[2], target, args[3], row, row, row, row, lse_error=row),
+            TokenTensors(args[2], target, args[3], row, row, row, row, lse_error=row),
             gradient=True,
         )
     known = (logits, logits, target, "jsd", 0.5, 0.7, None, -100, row, row, row, row)

@@ -1,1 +1,1 @@
-"""What the kernels of every device share: gated activations."""
+"""Host code and arithmetic for the kernels of every device: gated activations."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# The length of one flat row depends on the batch size. Triton specialises kernels on multiples of
-# 16: if the width is one, so is the length for every batch size, and one kernel is compiled.
+# The length of one flat row depends on the batch size. Triton specialises kernels on numbers that
+# are multiples of 16: if the width is a multiple, so is the length for every batch size, and one
+# kernel is compiled.
 FLAT_WIDTH = 16
 
 
@@ -25,6 +26,7 @@ def as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
 
 
 def row_stride(rows: Tensor | None) -> int:
+    """Return the stride over rows; 0 for an absent tensor."""
     return 0 if rows is None else rows.stride(0)
 
 

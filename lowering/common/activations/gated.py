@@ -29,8 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
 def register(
     device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
 ) -> None:
-    """Register launch(activation, y, gate, up, plan) and launch_backward(activation, dy, gate, up,
-    dgate, dup, plan) of a device, with tensors of (M, N)."""
+    """Register a device's launch(activation, y, gate, up, plan) and launch_backward(activation, dy,
+    gate, up, dgate, dup, plan), which take tensors of (M, N). `up` and `dup` are None where gate
+    and up are interleaved in one tensor."""
     for name, activation_of in ACTIVATIONS.items():
 
         @library.kernel(name, device, module=launch.__module__)

@@ -15,7 +15,7 @@ from ..products import linear, product
 
 
 def register(device: str, module: str) -> None:
-    """Register the kernels of tiled_mlp, which `module` names as its own."""
+    """Register tiled_mlp as a kernel of the device; `module` is the device's module of the op."""
 
     @library.kernel("tiled_mlp_forward", device, module=module)
     def tiled_mlp_forward(call, y, plan):
@@ -32,25 +32,29 @@ def register(device: str, module: str) -> None:
 
 
 def _backward(call: Any, device: str) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of x and of the weights and biases, a tile of tokens at a time.
+
+    The lists number them: gate_weight 0, up_weight 1, down_weight 2, and their biases 3, 4 and 5.
+    """
     dx, *outputs = library.allocate("tiled_mlp_backward", call)
-    forms = [None if output is None else (output.shape, output.dtype) for output in outputs]
+    specs = [None if output is None else (output.shape, output.dtype) for output in outputs]
     del outputs
     rows, upstream = _rows(call.x), _rows(call.dy)
     drows = None if dx is None else dx.view(rows.shape)
     gated, options = _activation(call, device)
     gated_backward, _ = _activation(call, device, "_backward")
     tiles = list(tiles_of(rows, call.gate_weight, call.tile_rows))
-    sums = [_Sum(form, len(tiles), rows) for form in forms]
-    through = dx is not None or any(forms[i] is not None for i in (0, 1, 3, 4))
+    sums = [_Sum(spec, len(tiles), rows) for spec in specs]
+    through_activation = dx is not None or any(specs[i] is not None for i in (0, 1, 3, 4))
     for tile in tiles:
         x, dy = rows[tile], upstream[tile]
         gate = up = None
-        if through or forms[2] is not None:
+        if through_activation or specs[2] is not None:
             gate, up = _gate_and_up(call, x)
-        if forms[2] is not None:
+        if specs[2] is not None:
             sums[2].add_product(dy, gated(gate, up, *options))
         sums[5].add_rows(dy)
-        if not through:
+        if not through_activation:
             continue
         dh = torch.mm(dy, call.down_weight)
         dgate, dup = gated_backward(dh, gate, up, *options, [True, True])
@@ -66,18 +70,21 @@ def _backward(call: Any, device: str) -> tuple[Tensor | None, ...]:
 
 class _Sum:
     """The gradient of a weight or a bias: a sum over the tiles, in float32, that is rounded once.
-    A single tile's product is rounded as PyTorch's are, except in float16, where the product may
-    overflow."""
+
+    The product of a single tile in bfloat16 is rounded by PyTorch's product, and needs no float32.
+    In float16, the product could overflow. Without a `spec`, (shape, dtype), the gradient is not
+    wanted.
+    """
 
     def __init__(
-        self, form: tuple[torch.Size, torch.dtype] | None, tiles: int, rows: Tensor
+        self, spec: tuple[torch.Size, torch.dtype] | None, tiles: int, rows: Tensor
     ) -> None:
         self.total: Tensor | None = None
-        self.form = form
-        if form is not None:
-            shape, self.dtype = form
-            alone = tiles == 1 and self.dtype is torch.bfloat16 and len(shape) == 2
-            self.total = rows.new_zeros(shape, dtype=self.dtype if alone else torch.float32)
+        self.spec = spec
+        if spec is not None:
+            shape, self.dtype = spec
+            is_single = tiles == 1 and self.dtype is torch.bfloat16 and len(shape) == 2
+            self.total = rows.new_zeros(shape, dtype=self.dtype if is_single else torch.float32)
 
     def add_product(self, outer: Tensor, inner: Tensor) -> None:
         """Add outer.T @ inner."""

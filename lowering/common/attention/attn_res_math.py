@@ -17,7 +17,7 @@ def _load(ptr, offsets, mask):
 
 @triton.jit
 def _left(size, first, BLOCK: tl.constexpr):
-    """How many of BLOCK elements from `first` on are within `size`, as int32."""
+    """Count how many of BLOCK elements from `first` on are below `size`, as int32."""
     return tl.minimum(size - first, BLOCK).to(tl.int32)
 
 
@@ -25,7 +25,7 @@ def _left(size, first, BLOCK: tl.constexpr):
 def mixed_rows(
     x_ptr, w_ptr, y_ptr, blocks, M, N, eps, row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The result of whole rows, with a running softmax over the blocks."""
+    """Compute the result of whole rows, with a running softmax over the blocks."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     row_mask = rows < _left(M, row, BLOCK_M)
@@ -38,6 +38,7 @@ def mixed_rows(
         x = _load(x_ptr + (block * M + row) * N, rows * N + cols, mask)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1)[:, None] / N + eps)
         score = tl.sum(x * w, axis=1)[:, None] * rstd
+        # Online softmax: the sums so far are scaled down to the new maximum.
         higher = tl.maximum(maximum, score)
         kept, share = tl.exp(maximum - higher), tl.exp(score - higher)
         total = total * kept + share
@@ -52,7 +53,7 @@ def scored_rows(
     x_ptr, w_ptr, dy_ptr, score_ptr, rstd_ptr, dalpha_ptr, M, N, eps, block, row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """score, rstd and, with dy, dalpha of a block's rows."""
+    """Compute score and, with dy, rstd and dalpha of a block's rows."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     row_mask = rows < _left(M, row, BLOCK_M)
@@ -81,7 +82,7 @@ def mixed_columns(
     x_ptr, alpha_ptr, y_ptr, blocks, M, N, row, col,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The result of some columns, from alpha (blocks, M)."""
+    """Compute BLOCK_N columns of the result, from alpha (blocks, M)."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     row_mask = rows < _left(M, row, BLOCK_M)
@@ -100,7 +101,7 @@ def column_gradients(
     blocks, M, N, split, splits, col,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx of some columns in every splits-th tile of rows, and the split's part of dw:
+    """Compute BLOCK_N columns of dx in every splits-th tile of rows, and the split's part of dw:
 
     dx = of_dy * dy + of_w * w + of_x * x and dw = sum of of_w * x, with factors (blocks, M).
     """

@@ -1,5 +1,5 @@
-"""multi_token_attention on a device: the kernels of p and of the gradient of scores, and a
-convolution between them."""
+"""multi_token_attention on a device: a kernel computes p from the scores, p is convolved, and in
+the backward another kernel computes the gradient of the scores from that of p."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .... import library
 from ....ops.heads.chunks import chunks
 from .causal_convolution import CausalConvolution
 
-# p of the samples that the backward takes at a time. 2 x 4 x 8192 x 8192 in bfloat16 take as long
-# in parts of 64 MiB as whole.
-PART_BYTES = 256 * 2**20
+# Bytes of p of the samples that the backward takes at a time. 2 x 4 x 8192 x 8192 in bfloat16 take
+# as long in chunks of 64 MiB as whole.
+CHUNK_BYTES = 256 * 2**20
 
 
 def register(
@@ -23,13 +23,13 @@ def register(
     convolution: type[CausalConvolution] = CausalConvolution,
 ) -> None:  # fmt: skip
     """Register the kernels of a device: launch_forward(scores, p, sparse) writes p, and
-    launch_backward(dp, scores, dscores, sparse) writes dscores, which may be dp. PyTorch convolves
-    where the device's convolution takes no such weight."""
+    launch_backward(dp, scores, dscores, sparse) writes dscores, which may be dp. Where the device's
+    `convolution` does not take the weight, PyTorch's convolution does."""
     module = launch_forward.__module__
 
     def convolution_of(call: Any) -> CausalConvolution:
-        found = convolution.of(call)
-        return found if found.takes(call.weight) else CausalConvolution.of(call)
+        kernels = convolution.of(call)
+        return kernels if kernels.takes(call.weight) else CausalConvolution.of(call)
 
     # allocates=True, because the convolution allocates the result.
     @library.kernel("multi_token_attention_forward", device, allocates=True, module=module)
@@ -42,7 +42,7 @@ def register(
         launch_forward(call.scores, p, call.sparse)
         return convolution_of(call).forward(p, call.weight.contiguous(), call.bias)
 
-    # allocates=True, because the gradient of scores may be in the memory of that of p.
+    # allocates=True, because dscores may be in the memory of dp.
     @library.kernel("multi_token_attention_backward", device, allocates=True, module=module)
     def backward(call):
         outputs = library.allocate("multi_token_attention_backward", call)
@@ -60,11 +60,13 @@ def _gradients(
     launch_forward: Callable[..., None],
     launch_backward: Callable[..., None],
 ) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of scores, weight and bias, a chunk of samples at a time. p is computed
+    again."""
     weight = call.weight.contiguous()
     dscores = dweight = dbias = None
-    parts = list(_parts(call))
-    for part in parts:
-        scores, dc = call.scores[part], convolution.masked(call.dy[part], weight)
+    samples = list(_chunks_of_samples(call))
+    for chunk in samples:
+        scores, dc = call.scores[chunk], convolution.masked(call.dy[chunk], weight)
         if wanted[1]:
             p = torch.empty(scores.shape, dtype=weight.dtype, device=scores.device)
             launch_forward(scores, p, call.sparse)
@@ -76,22 +78,23 @@ def _gradients(
         if wanted[0]:
             dp = convolution.gradient_of_input(dc, weight, scores.shape[-1])
             del dc
-            if len(parts) == 1 and dp.dtype == scores.dtype and dp.is_contiguous():
+            # The kernel reads a row of dp before it writes the row: dscores may take dp's memory.
+            if len(samples) == 1 and dp.dtype == scores.dtype and dp.is_contiguous():
                 dscores = dp
             elif dscores is None:
                 dscores = torch.empty_like(call.scores, memory_format=torch.contiguous_format)
-            launch_backward(dp, scores, dscores if dscores is dp else dscores[part], call.sparse)
+            launch_backward(dp, scores, dscores if dscores is dp else dscores[chunk], call.sparse)
     sums = (None if total is None else total.to(weight.dtype) for total in (dweight, dbias))
     return (dscores, *(None if total is None else total.contiguous() for total in sums))
 
 
-def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """The sum over parts, in float32; a single part is left as it is."""
-    return part if total is None or part is None else total.float() + part
+def _sum(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    """Add a chunk's gradient to the total, in float32; that of a single chunk keeps its dtype."""
+    return term if total is None or term is None else total.float() + term
 
 
-def _parts(call: Any) -> Iterator[slice]:
-    """The samples that are taken at a time."""
+def _chunks_of_samples(call: Any) -> Iterator[slice]:
+    """Return the chunks of samples that the backward takes at a time."""
     batch, channels, L, _ = call.scores.shape
     widest = max(channels * L * L, call.dy[0].numel())
-    return chunks(batch, widest * call.weight.element_size(), PART_BYTES)
+    return chunks(batch, widest * call.weight.element_size(), CHUNK_BYTES)

@@ -17,6 +17,7 @@ from ....ops.attention.windows import Window, windows
 from ..sizes import cdiv
 from ..tensors import unit_stride
 
+# The window along Y of a call with one dimension.
 ONE = Window(0, 0, 1, False)
 
 
@@ -41,7 +42,7 @@ class Problem:
         *above, x = windows(*options, len(lengths))
         scale = D**-0.5 if call.scale is None else call.scale
         Y, X = (1, *lengths)[-2:]
-        # A dilation of more than the length has a class for every position, as the length has.
+        # A dilation above the length has one position a class, as a dilation of the length has.
         y, x = (
             window._replace(dilation=min(window.dilation, length))
             for window, length in zip(((ONE, *above)[-1], x), (Y, X), strict=True)
@@ -50,16 +51,16 @@ class Problem:
 
     @property
     def classes(self) -> int:
-        """The residue classes of positions."""
+        """The number of residue classes of positions (modulo the dilations)."""
         return self.y.dilation * self.x.dilation
 
     def tiles(self, block: int, window: Window, length: int) -> int:
-        """The tiles of a residue class in one dimension."""
+        """Count the tiles of a residue class in one dimension, by the class with most positions."""
         return cdiv(cdiv(length, window.dilation), block)
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """Arguments of every kernel: sizes, dilations and windows."""
+        """Scalar arguments of every kernel: sizes, dilations and windows."""
         y, x = self.y, self.x
         sizes = (self.heads, self.heads // self.key_heads, self.Y, self.X, self.D)
         return (*sizes, y.dilation, x.dilation, y.left, y.right, x.left, x.right)
@@ -71,18 +72,22 @@ class Problem:
 
 
 def plane(x: Tensor) -> Tensor:
-    """(B, heads, Y, X, D) with unit stride in the last dimension: a view if possible."""
+    """Return x as (B, heads, Y, X, D) with unit stride in the last dimension: a view if
+    possible."""
     return unit_stride(x if x.dim() == 5 else x.unsqueeze(2))
 
 
 def strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides over batch, heads, Y and X; 0 for an absent tensor."""
     return (0, 0, 0, 0) if x is None else x.stride()[:4]
 
 
 def register(device: str, launch: Callable[..., None]) -> None:
-    """Register launch(kind, problem, tensors, strided, plan) of a device. The kernel of the kind
-    "forward", "query" or "key", the last two for gradients, takes `tensors` and the strides of
-    `strided`."""
+    """Register a device's launch(kind, problem, tensors, strided, plan).
+
+    `kind` is "forward", "query" for dquery or "key" for dkey and dvalue. Its kernel takes `tensors`
+    and the strides of `strided`.
+    """
     module = launch.__module__
 
     @library.kernel("neighborhood_attention_forward", device, module=module)
@@ -96,7 +101,8 @@ def register(device: str, launch: Callable[..., None]) -> None:
         dy, query, key, value, y = map(plane, (call.dy, call.query, call.key, call.value, call.y))
         dlse, lse = call.dlse.contiguous(), call.lse.contiguous()
         dq, dk, dv = (None if x is None else plane(x) for x in (dquery, dkey, dvalue))
-        # What a softmax's gradient subtracts in each row.
+        # The number that a softmax's gradient subtracts in each row: the query kernel writes it,
+        # the key kernel reads it.
         delta = torch.empty_like(lse, dtype=torch.float32, memory_format=torch.contiguous_format)
         if dq is not None or dk is not None:
             tensors = (dy, dlse, query, key, value, y, lse, dq, delta)

@@ -1,5 +1,9 @@
-"""The windows of neighborhood attention in kernels: positions are counted in their residue class,
-of n positions (see `liger_ops/ops/attention/windows.py`)."""
+"""The windows of neighborhood attention in kernels: bounds of keys and of queries.
+
+A position is counted within its residue class, which has n positions (see
+`liger_ops/ops/attention/windows.py`). Bounds are the first position and the end, one behind the
+last.
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +15,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def keys_of(query, n, left, right, SHIFTED: tl.constexpr):
-    """The first key of queries, and the first behind their last."""
+    """Return the bounds of the keys that queries attend to. A SHIFTED window keeps its size at the
+    borders."""
     if SHIFTED:
         size = left + right + 1
         first = tl.minimum(tl.maximum(query - left, 0), n - size)
@@ -24,11 +29,13 @@ def keys_of(query, n, left, right, SHIFTED: tl.constexpr):
 
 @triton.jit
 def queries_of(key, n, left, right, SHIFTED: tl.constexpr):
-    """The first query that attends to keys, and the first behind the last."""
+    """Return the bounds of the queries that attend to keys."""
     first = tl.maximum(key - right, 0)
     end = tl.minimum(key + left + 1, n)
     if SHIFTED:
         size = left + right + 1
+        # The shifted windows of the first queries end at `size`, those of the last start at
+        # n - size.
         first = tl.where(key < size, 0, first)
         end = tl.where(key >= n - size, n, end)
     return first, end
@@ -36,7 +43,8 @@ def queries_of(key, n, left, right, SHIFTED: tl.constexpr):
 
 @triton.jit
 def keys_of_tile(first, n, left, right, BLOCK: tl.constexpr, SHIFTED: tl.constexpr):
-    """The keys of the queries from `first` on, at most BLOCK."""
+    """Return the bounds of the keys of a tile of at most BLOCK queries from `first` on."""
+    # Neither bound falls from a query to the next: the first and the last query have them.
     start, _ = keys_of(first, n, left, right, SHIFTED)
     _, end = keys_of(tl.minimum(first + BLOCK, n) - 1, n, left, right, SHIFTED)
     return start, end
@@ -44,7 +52,8 @@ def keys_of_tile(first, n, left, right, BLOCK: tl.constexpr, SHIFTED: tl.constex
 
 @triton.jit
 def queries_of_tile(first, n, left, right, BLOCK: tl.constexpr, SHIFTED: tl.constexpr):
-    """The queries that attend to the keys from `first` on, at most BLOCK."""
+    """Return the bounds of the queries that attend to a tile of at most BLOCK keys from `first`
+    on."""
     start, _ = queries_of(first, n, left, right, SHIFTED)
     _, end = queries_of(tl.minimum(first + BLOCK, n) - 1, n, left, right, SHIFTED)
     return start, end

@@ -1,1 +1,1 @@
-"""What the kernels of every device share: experts."""
+"""Host code and arithmetic for the kernels of every device: experts."""

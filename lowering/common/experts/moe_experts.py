@@ -8,7 +8,7 @@ from ....ops.experts.rows import ACTIVATIONS
 
 
 def activation_of(call: Any) -> tuple[str, tuple[float, float, float]]:
-    """The name of the activation in kernels, and its scalars."""
+    """Return the name of a call's activation in kernels, and its three scalars."""
     name, options = ACTIVATIONS[call.activation]
     if name == "geglu":
         name, options = f"geglu_{options[0]}", ()

@@ -1,1 +1,1 @@
-"""What the kernels of every device share: losses of hidden states and a head."""
+"""Host code and arithmetic for the kernels of every device: losses of hidden states and a head."""

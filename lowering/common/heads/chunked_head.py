@@ -1,5 +1,8 @@
-"""A head on a device, a chunk of tokens or of words at a time: PyTorch's matrix products, into
-memory that the chunks share."""
+"""The logits and the gradients of a head on a device, a chunk of tokens or of words at a time:
+PyTorch's matrix products, into memory that the chunks share.
+
+A word is a row of the head's weight, a class of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from ..sizes import cdiv
 
 
 class Device(NamedTuple):
-    """What a device has for heads: the modules of its row functions, and its own `scale` (see
-    `scaling`). Each row of logits starts at a multiple of `alignment` elements: with 1, the rows
-    are adjacent."""
+    """A device's functions for heads: the modules of its row functions, and its `scale` (see
+    `ops/heads/scaling.py`). Each row of logits starts at a multiple of `alignment` elements: with
+    1, the rows are adjacent."""
 
     cross_entropy: Any
     divergence: Any
@@ -41,19 +44,22 @@ class ChunkedHead(NamedTuple):
         """Yield each chunk, its part of the head, and its logits, whose memory the next chunk
         reuses."""
         memory = None
-        for where in self.slices:
-            part = self.head.of_words(where) if self.by_words else self.head.of_tokens(where)
-            M, V = part.x.shape[0], part.weight.shape[0]
+        for chunk in self.slices:
+            head = self.head.of_words(chunk) if self.by_words else self.head.of_tokens(chunk)
+            M, V = head.x.shape[0], head.weight.shape[0]
             stride = cdiv(V, self.alignment) * self.alignment
+            # The first chunk is the largest.
             if memory is None:
-                memory = part.x.new_empty(M * stride)
+                memory = head.x.new_empty(M * stride)
             logits = memory[: M * stride].view(M, stride)[:, :V]
+            # A teacher may have no words in a chunk of the student's words.
             if V:
-                _fill(logits, part)
-            yield where, part, logits
+                _fill(logits, head)
+            yield chunk, head, logits
 
     def gradients(self, outputs: Sequence[Tensor | None]) -> HeadGradients:
-        """The gradients of the head, in the dtypes of the op's outputs and with their memory."""
+        """Return an accumulator of the head's gradients, in the dtypes and the memory of the op's
+        outputs."""
         dtypes = [None if output is None else output.dtype for output in outputs]
         return HeadGradients(dtypes, self.sum_dtype, self.by_words, outputs, product)
 
@@ -62,7 +68,8 @@ def chunked_tokens(
     head: Head, dweight: Tensor | None, alignment: int,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, other_bytes: int = 0,
 ) -> ChunkedHead:  # fmt: skip
-    """A head in chunks of tokens; a chunk has `other_bytes` more a token."""
+    """Divide a head into chunks of tokens. A chunk takes `other_bytes` for each token beside the
+    logits."""
     sum_dtype = accumulation_dtype(head.weight, accum_dtype)
     later_bytes = saved_bytes = 0
     once = rounds_once(head.weight, accum_dtype)
@@ -85,7 +92,8 @@ def chunked_words(
     head: Head, alignment: int, accum_dtype: torch.dtype | None, chunk_bytes: int | None,
     other_bytes: int = 0,
 ) -> ChunkedHead:  # fmt: skip
-    """A head in chunks of words; a chunk has `other_bytes` more a token and word."""
+    """Divide a head into chunks of words. A chunk takes `other_bytes` for each token and word
+    beside the logits."""
     word_bytes = head.x.shape[0] * (head.x.itemsize + other_bytes)
     sizes = (head.weight.shape[0], word_bytes, chunk_bytes)
     slices = list(chunks(*sizes, default=BACKWARD_BYTES))
@@ -97,8 +105,8 @@ def chunked_words(
 
 
 def _fill(logits: Tensor, head: Head) -> None:
-    """Fill logits with those of a part of a head. The product of a LoRA is added to the first in
-    the memory of the logits."""
+    """Fill logits with those of a chunk's head. The product of a LoRA is added in the memory of the
+    logits."""
     linear(head.x, head.weight, head.bias, out=logits)
     if head.lora_x is not None and head.lora_b is not None:
         logits.addmm_(head.lora_x, head.lora_b.t())

@@ -17,6 +17,7 @@ from .chunked_head import Device, chunked_tokens
 
 def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     kernels = device.cross_entropy
+    # Each `del` drops references: the output of a gradient is not in memory beside its wider sum.
     allocated = library.allocate("linear_cross_entropy_forward", call)
     outputs, computed = allocated[: -len(HEAD)], allocated[-len(HEAD) :]
     del allocated
@@ -26,6 +27,7 @@ def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     gradients = head.gradients(computed)
     del computed
     for chunk, chunk_head, logits in head.logits():
+        # With a gradient, this writes it over the logits.
         kernels.loss_and_gradient(call, logits, tokens.chunk(chunk), any(call.gradient_mask))
         gradients.add(chunk_head, logits)
     del logits

@@ -1,6 +1,6 @@
 """linear_divergence on a device: PyTorch's matrix products, and between them the row functions of
-the device's divergence and cross_entropy. A gradient that the forward does not compute is computed
-in chunks of words."""
+the device's divergence and cross_entropy. The backward computes the gradients that the forward did
+not: in chunks of words if weight or bias is among them, else in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ....ops.heads.two_heads import (
 )
 from ..sizes import cdiv
 from .chunked_head import ChunkedHead, Device, chunked_tokens, chunked_words
-from .two_heads import Rows
+from .two_heads import RowFunctions
 
 Outputs = tuple[Tensor | None, ...]
-# The tokens or words of a chunk, its part of the student's head, and both logits, whose memory the
-# next chunk reuses.
+# The tokens or words of a chunk, its part of the student's head, and the student's and the
+# teacher's logits, whose memory the next chunk reuses.
 Chunk = tuple[slice, Head, Tensor, Tensor]
 
 
 def heads_of_tokens(
     call: Any, dweight: Tensor | None, alignment: int
 ) -> tuple[ChunkedHead, Iterator[Chunk]]:
-    """The student's head, in chunks of tokens, and the chunks."""
-    given, row_bytes = call.teacher_logits, 0
-    if given is None:
+    """Return the student's head in chunks of tokens, and an iterator over the chunks."""
+    teacher_logits, row_bytes = call.teacher_logits, 0
+    if teacher_logits is None:
         head = Head.of_call(call, "teacher_")
         row_bytes = cdiv(head.weight.shape[0], alignment) * alignment * head.x.itemsize
     bounds = (call.accum_dtype, call.chunk_bytes, row_bytes)
     student = chunked_tokens(Head.of_call(call, "student_"), dweight, alignment, *bounds)
-    if given is not None:
-        rows = rows_of(given)
+    if teacher_logits is not None:
+        rows = rows_of(teacher_logits)
         return student, ((*chunk, rows[chunk[0]]) for chunk in student.logits())
     teacher = student._replace(head=head)
     pairs = zip(student.logits(), teacher.logits(), strict=True)
@@ -49,10 +49,11 @@ def heads_of_tokens(
 
 
 def heads_of_words(call: Any, alignment: int) -> tuple[ChunkedHead, Iterator[Chunk]]:
-    """The student's head, in chunks of words, and the chunks."""
-    given = call.teacher_logits
-    # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
-    teacher_bytes = (call.teacher_x if given is None else given).itemsize
+    """Return the student's head in chunks of words, and an iterator over the chunks."""
+    teacher_logits = call.teacher_logits
+    # If the kernels need contiguous rows, the columns of the teacher's logits are copied: they take
+    # memory in either case.
+    teacher_bytes = (call.teacher_x if teacher_logits is None else teacher_logits).itemsize
     bounds = (call.accum_dtype, call.chunk_bytes, teacher_bytes)
     student = chunked_words(Head.of_call(call, "student_"), alignment, *bounds)
     pairs = zip(student.logits(), _teacher_of_words(call, student), strict=True)
@@ -62,7 +63,7 @@ def heads_of_words(call: Any, alignment: int) -> tuple[ChunkedHead, Iterator[Chu
 def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     _, _, _, statistics, *computed, entropy = library.allocate("linear_divergence_forward", call)
     head, chunks = heads_of_tokens(call, computed[WEIGHT], device.alignment)
-    rows, gradients = Rows(call, device), head.gradients(computed)
+    rows, gradients = RowFunctions(call, device), head.gradients(computed)
     del computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = weights_and_items(call, statistics.dtype)
@@ -82,14 +83,14 @@ def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     del student, teacher
     divergence, cross_entropy = reduced(call, by_token[0], weights, items), None
     if losses is not None:
-        # It is here that a target out of range stops a GPU.
+        # The reduction's kernel also checks the targets: one out of range stops a GPU here.
         tokens = rows.tokens(losses, torch.empty_like(losses), *by_token[-2:])
         total = losses.new_empty(())
         V = call.student_weight.shape[0]
         rows.cross_entropy.reduce(rows.loss, V, tokens, None, None, total)
         cross_entropy = reduced(call, losses, weights, items)
-    loss, found = mixed(call, divergence, cross_entropy), shaped(gradients.results(), call)
-    return (loss, divergence, cross_entropy, statistics, *found, entropy)
+    loss, results = mixed(call, divergence, cross_entropy), shaped(gradients.results(), call)
+    return (loss, divergence, cross_entropy, statistics, *results, entropy)
 
 
 def backward(device: Device, call: Any) -> Outputs:
@@ -102,15 +103,16 @@ def backward(device: Device, call: Any) -> Outputs:
     upstream = upstream_of_tokens(call, weights, items)
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     del results
-    # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
-    # lora_b's, whose sum is smaller than that of x's. In a chunk of words every gradient is: the
-    # statistics have each token's sums over all words of both.
+    # The gradients of weight and bias are complete in a chunk of words, and that of x is a sum over
+    # the chunks; in chunks of tokens it is the other way round. lora_b's gradient is a sum over
+    # chunks of tokens, which is smaller than that of x's over chunks of words. A chunk of words
+    # needs no other words: the statistics have each token's sums over all words of both heads.
     by_words = missing[WEIGHT] or missing[BIAS]
     if by_words:
         head, chunks = heads_of_words(call, device.alignment)
     else:
         head, chunks = heads_of_tokens(call, None, device.alignment)
-    rows, gradients = Rows(call, device), head.gradients(unfinished)
+    rows, gradients = RowFunctions(call, device), head.gradients(unfinished)
     del unfinished
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
     for chunk, chunk_head, student, teacher in chunks:
@@ -122,13 +124,14 @@ def backward(device: Device, call: Any) -> Outputs:
 
 
 def _teacher_of_words(call: Any, student: ChunkedHead) -> Iterator[Tensor]:
-    """Yield the teacher's logits of each chunk of the student's words, as far as it has them."""
-    given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
-    W = (call.teacher_weight if given is None else given.t()).shape[0]
+    """Yield the teacher's logits of each chunk of the student's words. The teacher may have fewer
+    words: its chunks are then cut off, and may be empty."""
+    teacher_logits = None if call.teacher_logits is None else rows_of(call.teacher_logits)
+    W = (call.teacher_weight if teacher_logits is None else teacher_logits.t()).shape[0]
     slices = [slice(min(words.start, W), min(words.stop, W)) for words in student.slices]
-    if given is not None:
+    if teacher_logits is not None:
         for words in slices:
-            yield given[:, words]
+            yield teacher_logits[:, words]
     else:
         head = Head.of_call(call, "teacher_")
         for _, _, logits in student._replace(head=head, slices=slices).logits():

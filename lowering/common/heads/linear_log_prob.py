@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.head import Head
-from ..losses.cross_entropy import Tokens
+from ..losses.cross_entropy import TokenTensors
 from ..losses.log_prob import as_loss, given_tokens, results
 from ..tensors import flat
 from .chunked_head import Device, chunked_tokens
@@ -24,6 +24,7 @@ def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     for chunk, _, logits in chunked_tokens(head, None, device.alignment, *bounds).logits():
         device.cross_entropy.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
+    # Only for its check of the targets: nothing is reduced.
     total = tokens.lse.new_empty(())
     device.cross_entropy.reduce(loss, call.weight.shape[0], tokens, None, None, total)
     return outputs
@@ -43,19 +44,20 @@ def backward(device: Device, call: Any) -> Outputs:
     return recomputed("linear_log_prob_backward", call, device.alignment, dlogits)
 
 
-def _of_tokens(call: Any) -> tuple[Upstream, Tokens]:
-    """The upstream gradients of cross_entropy's row function, and the tokens.
+def _of_tokens(call: Any) -> tuple[Upstream, TokenTensors]:
+    """Return the upstream gradients for cross_entropy's row function, and the tokens.
 
-    d(log_prob) is that of the target's logit, less that of lse: the row function takes the two by
-    themselves where the target is not among the columns. An ignored token has neither.
+    log_prob is the target's logit less lse, so that dlog_prob is passed as the gradients of these
+    two: the row function would not count a loss whose target is not among the chunk's columns. An
+    ignored token has neither.
     """
     ignored = call.target == call.ignore_index
     dlog_prob, dlse = (
         None if grad is None else grad.to(call.lse.dtype).masked_fill(ignored, 0.0)
         for grad in (call.dlog_prob, call.dlse)
     )
-    soft = dlse
+    total_dlse = dlse
     if dlog_prob is not None:
-        soft = -dlog_prob if dlse is None else dlse - dlog_prob
-    upstream = (None, None, flat(soft), flat(dlog_prob), flat(call.dentropy))
+        total_dlse = -dlog_prob if dlse is None else dlse - dlog_prob
+    upstream = (None, None, flat(total_dlse), flat(dlog_prob), flat(call.dentropy))
     return upstream, given_tokens(call)

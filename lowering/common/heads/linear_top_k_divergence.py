@@ -2,8 +2,9 @@
 functions of the device's cross_entropy. The forward takes chunks of tokens, the backward chunks of
 words.
 
-PyTorch's gather and scatter read and write the logits of the listed words, which are few. Each
-kernel sees the other words' logits as it would see those of a whole vocabulary.
+PyTorch's gather and scatter read and write the logits of the listed words, which are few. In the
+forward the listed logits are then -inf, so that cross_entropy's kernel computes lse of the rest of
+the vocabulary as it would that of a whole one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .... import library
 from ....ops.heads.head import Head
 from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
-from ..losses.cross_entropy import Tokens, loss_of_tokens
+from ..losses.cross_entropy import TokenTensors, loss_of_tokens
 from ..tensors import flat
 from .chunked_head import Device, chunked_tokens
 from .recomputed import Outputs, recomputed
@@ -31,30 +32,31 @@ def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
     logits, rest, error = library.allocate("linear_top_k_divergence_forward", call)
     ids, flat_rest, loss = _ids(call), rest.view(-1), _loss(call)
     flat_logits = logits.view(ids.shape)
-    # The log-probability of a word is not used.
-    tokens = Tokens(
+    # The kernel also computes a log-probability, of word 0, which is not used.
+    tokens = TokenTensors(
         None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
         log_prob=torch.empty_like(flat_rest),
     )  # fmt: skip
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     V = call.weight.shape[0]
-    for chunk, _, part in chunked_tokens(head, None, device.alignment, *bounds).logits():
+    for chunk, _, chunk_logits in chunked_tokens(head, None, device.alignment, *bounds).logits():
         words = ids[chunk]
-        listed = part.gather(1, words.clamp(0, V - 1))
+        listed = chunk_logits.gather(1, words.clamp(0, V - 1))
         listed = effective(listed, loss.softcap, loss.logit_scale)
-        # No index is out of bounds, and no wrong one is silent.
+        # The clamped index is in bounds, and the NaN makes a wrong one visible.
         listed = torch.where(words < V, listed, float("nan"))
         flat_logits[chunk] = torch.where(words < 0, -INF, listed)
-        _place(part, words, torch.full_like(listed, -INF))
-        device.cross_entropy.loss_and_gradient(loss, part, tokens.chunk(chunk), False)
+        _place(chunk_logits, words, torch.full_like(listed, -INF))
+        device.cross_entropy.loss_and_gradient(loss, chunk_logits, tokens.chunk(chunk), False)
     if loss.softcap is not None:
-        # A cap has made the -inf of each listed word -softcap.
+        # The kernel's softcap maps the -inf of each listed word to -softcap: subtract their
+        # exponentials from lse again. Without other words nothing is left, and lse is -inf.
         count = (ids >= 0).sum(-1)
         share = (count * torch.exp(-loss.softcap - flat_rest)).clamp(max=1.0)
-        less = torch.log1p(-share) + error.view(-1)
-        capped, of_capped = rounded_lse(flat_rest, less)
-        flat_rest.copy_(torch.where(count == V, -INF, capped))
-        error.view(-1).copy_(of_capped)
+        correction = torch.log1p(-share) + error.view(-1)
+        corrected, new_error = rounded_lse(flat_rest, correction)
+        flat_rest.copy_(torch.where(count == V, -INF, corrected))
+        error.view(-1).copy_(new_error)
     return logits, rest, error
 
 
@@ -62,9 +64,9 @@ def backward(device: Device, call: Any) -> Outputs:
     ids, rest, loss = _ids(call), flat(call.rest), _loss(call)
     assert rest is not None
     target = _target(ids)
-    # Without other words, their logits have no gradient.
+    # Without other words lse is -inf: exp(x - inf) is 0, and with it the gradient.
     lse, error = torch.where(rest == -INF, INF, rest), flat(call.rest_error)
-    all_tokens = Tokens(None, target, None, lse=lse, lse_error=error)
+    all_tokens = TokenTensors(None, target, None, lse=lse, lse_error=error)
     drest = None
     if call.drest is not None:
         drest = flat(call.drest.to(rest.dtype)).masked_fill(target == IGNORED, 0.0)
@@ -86,32 +88,37 @@ def backward(device: Device, call: Any) -> Outputs:
 
 
 def _ids(call: Any) -> Tensor:
-    """The words of each token, (M, K)."""
+    """Return the listed words of each token, (M, K); -1 for none."""
     shape = call.teacher_ids.shape
-    # A chunk's words are counted from its first, and must not become one of them from below 0.
+    # Within a chunk words are counted from its first: an id far below 0 would overflow, and could
+    # become one of the chunk's words.
     return call.teacher_ids.reshape(math.prod(shape[:-1]), shape[-1]).long().clamp(min=-1)
 
 
 def _target(ids: Tensor) -> Tensor:
-    """A target for each token, of which kernels only read whether it is IGNORED."""
+    """Return a target for each token: IGNORED for a token without words, else 0. Only whether it is
+    IGNORED matters."""
     return torch.where((ids >= 0).any(-1), 0, IGNORED)
 
 
 def _loss(call: Any) -> Any:
-    """The options as those of cross_entropy: the temperature is part of softcap and logit_scale."""
+    """Return the options as those of cross_entropy: the temperature is part of softcap and
+    logit_scale."""
     return loss_of_tokens(IGNORED, *tempered(call.temperature, call.softcap, call.logit_scale))
 
 
 def _place(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write values over the logits in these columns, both (M, K); a column that the logits lack is
-    left out. The columns of a row differ from each other, so that no element is written twice with
-    different values."""
+    """Write values over the logits in these columns, both (M, K), leaving out columns that the
+    logits lack. The columns of a row differ from each other, so that no element is written twice
+    with different values."""
     inside = (columns >= 0) & (columns < logits.shape[1])
-    # What is left out writes what another entry of its row writes, or what column 0 holds.
-    other = inside.int().argmax(-1, keepdim=True)
-    found = inside.gather(1, other)
-    column = torch.where(found, columns.gather(1, other), 0)
-    value = torch.where(found, values.gather(1, other).to(logits.dtype), logits[:, :1])
+    # An entry cannot be left out of a scatter, and a mask would make its size depend on the data.
+    # Instead it writes what the row's first entry inside writes or, without one, what column 0
+    # holds already.
+    first = inside.int().argmax(-1, keepdim=True)
+    exists = inside.gather(1, first)
+    column = torch.where(exists, columns.gather(1, first), 0)
+    value = torch.where(exists, values.gather(1, first).to(logits.dtype), logits[:, :1])
     logits.scatter_(
         1, torch.where(inside, columns, column), torch.where(inside, values.to(logits.dtype), value)
     )

@@ -19,11 +19,12 @@ Dlogits = Callable[[Tensor, slice, slice], None]
 
 
 def recomputed(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
-    """dx, dweight, dbias, dlora_x and dlora_b of a call of op `name`."""
+    """Compute dx, dweight, dbias, dlora_x and dlora_b of a call of op `name`."""
     outputs = library.allocate(name, call)
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
-    # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
-    # lora_b's, whose sum is smaller than that of x's.
+    # The gradients of weight and bias are complete in a chunk of words, and that of x is a sum over
+    # the chunks; in chunks of tokens it is the other way round. lora_b's gradient is a sum over
+    # chunks of tokens, which is smaller than that of x's over chunks of words.
     by_words = call.output_mask[WEIGHT] or call.output_mask[BIAS]
     if by_words:
         chunked = chunked_words(head, alignment, *bounds)

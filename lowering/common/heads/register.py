@@ -19,7 +19,8 @@ def register(name: str, device: Device) -> None:
     ):  # fmt: skip
         rows = device.divergence if host is linear_divergence else device.cross_entropy
         op = host.__name__.rpartition(".")[2]
-        # They allocate, so that the output of a gradient is not in memory beside its wider sum.
-        given = {"device": name, "allocates": True, "module": rows.__name__}
-        library.kernel(f"{op}_forward", **given)(partial(host.forward, device))
-        library.kernel(f"{op}_backward", **given)(partial(host.backward, device))
+        # The functions allocate their outputs, so that the output of a gradient is not in memory
+        # beside its wider sum.
+        options = {"device": name, "allocates": True, "module": rows.__name__}
+        library.kernel(f"{op}_forward", **options)(partial(host.forward, device))
+        library.kernel(f"{op}_backward", **options)(partial(host.backward, device))

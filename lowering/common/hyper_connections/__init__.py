@@ -1,1 +1,1 @@
-"""What the kernels of every device share: hyper-connections."""
+"""Host code and arithmetic for the kernels of every device: hyper-connections."""

@@ -11,7 +11,7 @@ A tensor with `count` numbers a token is stored token by token or, with TOKENS_L
 import triton
 import triton.language as tl
 
-# Added to the logits beyond hc: their exponential is 0.
+# Added to the logits of columns beyond hc: their exponential is 0.
 FAR = tl.constexpr(-1e30)
 
 
@@ -24,19 +24,20 @@ def _offsets(index, lanes, count, T: tl.constexpr, TOKENS_LAST: tl.constexpr):
 
 @triton.jit
 def _within(indices, count):
-    """1.0 where an index is below count, else 0.0."""
+    """Return 1.0 where an index is below count, else 0.0."""
     return tl.minimum(tl.maximum(count - indices, 0), 1).to(tl.float32)
 
 
 @triton.jit
 def _balanced(matrix, row_eps, column_eps):
-    """One iteration: rows divided by their sums, then columns by theirs."""
+    """Compute one iteration: divide rows by their sums, then columns by theirs."""
     matrix = matrix / (tl.sum(matrix, axis=1)[:, None, :] + row_eps)
     return matrix / (tl.sum(matrix, axis=0)[None, :, :] + column_eps)
 
 
 @triton.jit
 def _balanced_backward(grad, before, row_eps, column_eps):
+    """Compute the gradient of `before`, the matrix before an iteration, from that of its result."""
     row_sums = tl.sum(before, axis=1)[:, None, :] + row_eps
     between = before / row_sums
     column_sums = tl.sum(between, axis=0)[None, :, :] + column_eps
@@ -47,17 +48,18 @@ def _balanced_backward(grad, before, row_eps, column_eps):
 
 @triton.jit
 def _row_softmax(logits, rows, columns, HC: tl.constexpr):
-    """Softmax over the columns below HC, and 0 elsewhere."""
+    """Compute the softmax over the columns below HC, and 0 elsewhere."""
     row_inside, column_inside = _within(rows, HC), _within(columns, HC)
     logits += (1.0 - column_inside) * FAR
     p = tl.exp(logits - tl.max(logits, axis=1)[:, None, :]) * (row_inside * column_inside)
-    # No row beyond hc is divided by 0.
+    # The sum of a row beyond hc is 0: 1 is added to it.
     return p / (tl.sum(p, axis=1)[:, None, :] + (1.0 - row_inside))
 
 
 @triton.jit
 def _sinkhorn_start(p, rows, columns, eps, HC: tl.constexpr):
-    """p + eps, and what to add to the sums of rows and of columns: eps, or more beyond hc."""
+    """Return p + eps, and the numbers to add to the sums of rows and of columns before a division:
+    eps, and beyond hc eps + 1, because the sums there are 0."""
     row_inside, column_inside = _within(rows, HC), _within(columns, HC)
     start = p + eps * (row_inside * column_inside)
     return start, eps + (1.0 - row_inside), eps + (1.0 - column_inside)
@@ -65,6 +67,8 @@ def _sinkhorn_start(p, rows, columns, eps, HC: tl.constexpr):
 
 @triton.jit
 def sinkhorn(logits, rows, columns, tmax, eps, HC: tl.constexpr):
+    """Compute the matrix after tmax iterations; the first only divides columns, because a softmax
+    has divided the rows."""
     p = _row_softmax(logits, rows, columns, HC)
     matrix, row_eps, column_eps = _sinkhorn_start(p, rows, columns, eps, HC)
     matrix = matrix / (tl.sum(matrix, axis=0)[None, :, :] + column_eps)
@@ -75,10 +79,12 @@ def sinkhorn(logits, rows, columns, tmax, eps, HC: tl.constexpr):
 
 @triton.jit
 def sinkhorn_backward(grad, logits, rows, columns, tmax, segment, eps, HC: tl.constexpr):
-    """The gradient of the logits.
+    """Compute the gradient of the logits.
 
-    The iterates are computed again, up to the start of each `segment` of iterations, and from there
-    to each iteration of it: with segments of sqrt(tmax), tmax**1.5 iterations, and one matrix kept.
+    The iterations go backwards, and each needs the matrix before it. The matrices are not stored,
+    but computed again: from the first matrix to the start of each `segment` of iterations, and from
+    there, the one matrix that is kept, to each iteration of the segment. With segments of
+    sqrt(tmax) these are about tmax**1.5 iterations.
     """
     p = _row_softmax(logits, rows, columns, HC)
     start, row_eps, column_eps = _sinkhorn_start(p, rows, columns, eps, HC)
@@ -107,6 +113,7 @@ def _loaded(ptr, offsets, mask):
 
 @triton.jit
 def _number(ptr):
+    """Load a scalar as float32."""
     return tl.load(ptr).to(tl.float32)
 
 
@@ -116,8 +123,8 @@ def block_coefficients(
     h_pre_ptr, h_post_ptr, h_res_ptr, left, tmax, pre_eps, sinkhorn_eps, post_mult,
     HC: tl.constexpr, H: tl.constexpr, T: tl.constexpr, TOKENS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients of a block of which `left` tokens are wanted. The pointers of tensors with
-    tokens are those of the block."""
+    """Compute the coefficients of a block, of whose tokens only the first `left` exist. The
+    pointers of tensors with tokens are those of the block."""
     COUNT: tl.constexpr = HC * HC + 2 * HC
     lanes = tl.arange(0, T)
     streams, lane = tl.arange(0, H)[:, None], lanes[None, :]
@@ -154,7 +161,7 @@ def _sigmoid_gradient(
     HC: tl.constexpr, H: tl.constexpr, T: tl.constexpr, TOKENS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the HC columns from `first` on, and return each token's sum of
-    dmix * mix."""
+    dmix * mix, where mix is the product times rstd."""
     COUNT: tl.constexpr = HC * HC + 2 * HC
     streams, lane = tl.arange(0, H)[:, None], tl.arange(0, T)[None, :]
     mask = (streams < HC) & (lane < left)
@@ -183,9 +190,9 @@ def block_gradients(
     left, K, tmax, segment, sinkhorn_eps, post_mult,
     HC: tl.constexpr, H: tl.constexpr, T: tl.constexpr, TOKENS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block: of the product; of_norm, by which x is multiplied to give the
-    gradient through its norm; and the block's sums of dlogits and of dlogits * mix, with COUNT
-    columns each."""
+    """Compute the gradients of a block: that of the product; of_norm, the factor of x in the
+    gradient through x's norm; and the block's sums of dlogits and of dlogits * mix, with COUNT
+    columns each, one after the other."""
     COUNT: tl.constexpr = HC * HC + 2 * HC
     lanes = tl.arange(0, T)
     rstd = _loaded(rstd_ptr, lanes, lanes < left)[None, :]

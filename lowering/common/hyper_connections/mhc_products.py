@@ -1,7 +1,8 @@
-"""The products of mhc_coeffs: of x with phi, and the gradients of both. x: (M, K), phi: (K, N).
+"""The matrix products of mhc_coeffs: x @ phi, and the gradients of both. x: (M, K), phi: (K, N).
 
 Each is PyTorch's matrix product in float32. x is far larger than the other tensors: it is converted
-to float32 a chunk of rows at a time or, on a GPU and from bfloat16, not at all.
+to float32 a chunk of rows at a time. In bfloat16 on a GPU it is not converted at all; the other
+factor is instead split into bfloat16 tensors that add up to it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-# A chunk stays in the L2 cache of an H100 between the conversion and the product.
+# Bytes of a chunk in float32: it stays in the L2 cache of an H100 between the conversion and the
+# product.
 CHUNK_BYTES = 32 * 2**20
 
 # Writes a chunk of dx: (dproduct @ phi.T, x, of_norm, dx) -> dx = the product - x * of_norm.
@@ -19,6 +21,7 @@ FillDx = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def row_chunks(x: Tensor) -> Iterator[slice]:
+    """Yield chunks of rows of x, of CHUNK_BYTES in float32."""
     M, K = x.shape
     rows = max(1, CHUNK_BYTES // (4 * K))
     for start in range(0, M, rows):
@@ -26,8 +29,8 @@ def row_chunks(x: Tensor) -> Iterator[slice]:
 
 
 def bfloat16_parts(wide: Tensor) -> Tensor:
-    """Split (rows, N) into parts of (rows, N) in bfloat16, side by side, that add up to it: three,
-    which hold the 24 bits of a float32, or itself if it is bfloat16."""
+    """Split (rows, N) into three tensors of bfloat16, side by side, that add up to it: three times
+    8 bits hold the 24 bits of a float32. A tensor of bfloat16 is returned as it is."""
     if wide.dtype is torch.bfloat16:
         return wide
     rest, parts = wide.float(), []
@@ -38,12 +41,13 @@ def bfloat16_parts(wide: Tensor) -> Tensor:
 
 
 def summed_parts(product: Tensor, N: int) -> Tensor:
-    """The product with a tensor of N columns, from that with its parts."""
+    """Add up the columns of a product with bfloat16_parts to those of the product with the tensor
+    of N columns itself."""
     return product if product.shape[1] == N else product.view(-1, product.shape[1] // N, N).sum(1)
 
 
 def _without_a_copy(x: Tensor) -> bool:
-    """Whether a product of x in its own dtype can return float32."""
+    """Return whether PyTorch has a product of x in its own dtype that returns float32."""
     return x.is_cuda and x.dtype is torch.bfloat16
 
 

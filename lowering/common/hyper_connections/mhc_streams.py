@@ -9,8 +9,8 @@ from ..tensors import contiguous, streams_of
 
 
 def register(device: str, launch: Callable[..., None]) -> None:
-    """Register launch(op, x, plan, *tensors) of a device, with x of (M, hc, C): the tensors are the
-    kernel's arguments, contiguous, the results last."""
+    """Register a device's launch(op, x, plan, *tensors), where x is (M, hc, C), and `tensors` are
+    the kernel's arguments: contiguous, and the results last."""
     module = launch.__module__
 
     @library.kernel("mhc_pre", device, module=module)

@@ -22,7 +22,7 @@ def _store(ptr, value, mask):
 
 @triton.jit
 def pre(x_ptr, h_ptr, y_ptr, streams, cols, inside, C, HC: tl.constexpr):
-    """The sum of the streams. `inside` says which columns are channels."""
+    """Write the weighted sum of the streams. `inside` says which columns are channels."""
     of_stream = streams < HC
     x = _load(x_ptr + streams * C + cols, of_stream & inside)
     h = _load(h_ptr + streams, of_stream)
@@ -34,7 +34,8 @@ def pre_backward(
     dy_ptr, x_ptr, h_ptr, dx_ptr, dh, streams, cols, inside, C,
     HC: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx. With WEIGHTS, add the tile's part to dh_pre, (H, 1)."""
+    """Write dx. With WEIGHTS, return dh, the gradient of h_pre so far, (H, 1), plus the tile's
+    sums."""
     of_stream = streams < HC
     mask = of_stream & inside
     dy = _load(dy_ptr + cols, inside)
@@ -50,6 +51,7 @@ def pre_backward(
 def post_res(
     x_ptr, f_ptr, h_post_ptr, h_res_ptr, y_ptr, streams, cols, inside, C, HC: tl.constexpr
 ):  # fmt: skip
+    """Write the streams of y: each is a weighted sum of the streams of x, plus h_post times f."""
     of_stream = streams < HC
     x = _load(x_ptr + streams * C + cols, of_stream & inside)
     f = _load(f_ptr + cols, inside)
@@ -66,8 +68,8 @@ def post_res_backward(
     dy_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dx_ptr, df_ptr, dh_post, dh_res,
     streams, cols, inside, C, HC: tl.constexpr, H: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and df_out. With WEIGHTS, add the tile's part to dh_post, (H, 1), and dh_res,
-    (H, H)."""
+    """Write dx and df_out. With WEIGHTS, return dh_post, (H, 1), and dh_res, (H, H), plus the
+    tile's sums."""
     of_stream = streams < HC
     dy = _load(dy_ptr + streams * C + cols, of_stream & inside)
     if df_ptr is not None:

@@ -26,8 +26,9 @@ def register(
         launch(form, within, loss, plan)
         launch_backward(form, within, grad, dx, dy, plan)
 
-    within: (M,), 1.0 for rows that count, else 0.0; or None. loss: (M, V) for the reduction "none",
-    else (M,) for the sum of each row. grad: (M, V) of any strides, or (), with the reduction's
+    form: the op's inputs and options (`ops.losses.distribution_loss.Form`). within: (M,), 1.0 for
+    rows that count, else 0.0; or None. loss: (M, V) for the reduction "none", else (M,) for the sum
+    of each row. grad: (M, V) of any strides for the reduction "none", else () with the reduction's
     factor included.
     """
     for name, form_of in FORMS.items():
@@ -55,4 +56,5 @@ def register(
 
 
 def _within(form: Form) -> Tensor | None:
+    """Return whether each row counts, as float32 of (M,); None if all rows do."""
     return None if form.within is None else flat(form.within).float()

@@ -1,13 +1,13 @@
 """Register divergence with a device's row functions.
 
-A row function takes the options and the logits of both, (M, V) and (M, W), as any tensors with
-these rows; the tensors of the tokens are (M,) and contiguous:
+A row function takes the options, and the logits of the student and of the teacher: any tensors
+whose rows are (M, V) and (M, W). The tensors of the tokens are (M,) and contiguous:
 
     divergences(options, student, teacher, target, results, plan, known)
     gradients(options, grad, student, teacher, target, saved, dstudent, dteacher, hard, plan)
 
-known is None, or both lse of all classes and both errors: the logits are then those of a part of
-them.
+`known` is None if the logits are those of all classes. For a part of the classes it is (student's
+lse, teacher's lse, and the rounding errors of the two), over all classes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ....ops.losses.log_prob import tempered
 from ..tensors import flat
 
 
-class Options(NamedTuple):
-    """What a divergence is of. The temperatures are part of softcaps and scales."""
+class DivergenceOptions(NamedTuple):
+    """The options of a divergence. The temperatures are part of softcaps and scales."""
 
     kind: str
     beta: float
@@ -36,14 +36,18 @@ class Options(NamedTuple):
 
     @property
     def scalars(self) -> tuple[float | None, ...]:
-        """The arguments of the kernels."""
+        """The scalar arguments of the kernels."""
         return self[1:6]
 
 
 class Hard(NamedTuple):
-    """The cross-entropy of the labels: the gradient of each token's own, and lse of the student's
-    logits and its error, (M,) each; and what the kernel multiplies the student's logits by to have
-    those of the labels, or with a cap its capped logits, which the temperature has divided."""
+    """The cross-entropy of the labels, whose gradient is added to the divergence's.
+
+    `grad`, (M,), is the gradient of each token's cross-entropy; `lse` and `lse_error`, (M,), are
+    those of the student's logits without the temperature. The kernel multiplies the student's
+    logits by `scale` to have the logits that the labels see; with a softcap it multiplies the
+    capped logits, which the temperature has divided.
+    """
 
     grad: Tensor
     lse: Tensor
@@ -54,15 +58,19 @@ class Hard(NamedTuple):
 def options_of(
     call: Any, student_softcap: float | None = None, teacher_softcap: float | None = None,
     student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
-) -> Options:  # fmt: skip
+) -> DivergenceOptions:  # fmt: skip
+    """Return the options of a call, with the temperatures in the softcaps and scales."""
     temperatures = (call.temperature, call.teacher_temperature or call.temperature)
     student_cap, student = tempered(temperatures[0], student_softcap, student_logit_scale)
     teacher_cap, teacher = tempered(temperatures[1], teacher_softcap, teacher_logit_scale)
     kind, beta = limit(call.kind, call.beta), call.beta
-    return Options(kind, beta, student, teacher, student_cap, teacher_cap, call.ignore_index)
+    return DivergenceOptions(
+        kind, beta, student, teacher, student_cap, teacher_cap, call.ignore_index
+    )
 
 
 def register(device: str, divergences: Callable[..., None], gradients: Callable[..., None]) -> None:
+    """Register the row functions of a device."""
     module = divergences.__module__
 
     @library.kernel("divergence_forward", device, module=module)

@@ -1,5 +1,5 @@
-"""Arithmetic of divergence that the kernels of both devices share: p of the teacher, q of the
-student."""
+"""Arithmetic of divergence that the kernels of both devices share. p are the teacher's
+probabilities, q the student's."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,15 @@ from ..triton_math import log_of_normal
 
 @triton.jit
 def logits_gradient(slope, grad, x, scale, softcap, hard, sharp):
-    """The gradient of a tile of logits, from the slope of the divergence with respect to x, the
-    scaled and capped logits. sharp is the gradient of the cross-entropy with respect to x, and hard
-    its factor; None without one."""
+    """Compute the gradient of a tile of logits from the slope of the divergence with respect to x,
+    the scaled and capped logits. sharp is the gradient of the labels' cross-entropy with respect to
+    x, and hard its factor; None without labels."""
     dx = grad * slope
     if hard is not None:
-        # A divergence that has no gradient may be inf.
+        # The slope of a divergence whose gradient is 0 may be inf, and 0 * inf is NaN.
         dx = tl.where(grad != 0.0, dx, 0.0) + hard * sharp
     if softcap is not None:
+        # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
         turn = x * (1.0 / softcap)
         dx *= 1.0 - turn * turn
     return dx * scale
@@ -24,10 +25,11 @@ def logits_gradient(slope, grad, x, scale, softcap, hard, sharp):
 
 @triton.jit
 def shares(log_p, log_q, p, q, beta, KIND: tl.constexpr, BY_POLYNOMIAL: tl.constexpr):
-    """The terms of a divergence that are means over the student's and over the teacher's classes.
+    """Return the terms of a divergence that are means over the student's and over the teacher's
+    probabilities.
 
     Each is 0 where its probability is 0, though the logarithm is -inf. With BY_POLYNOMIAL a
-    logarithm is `log_of_normal`, for devices without an instruction for it.
+    logarithm is computed by `log_of_normal`.
     """
     ratio = log_p - log_q
     if KIND == "forward_kl":
@@ -61,8 +63,8 @@ def slopes(
     log_p, log_q, p, q, divergence, student_share, beta,
     KIND: tl.constexpr, BY_POLYNOMIAL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a divergence with respect to the student's and the teacher's logits, which
-    are divided by their temperatures."""
+    """Compute the gradients of a divergence with respect to the student's and the teacher's logits,
+    which are divided by their temperatures."""
     student, teacher = shares(log_p, log_q, p, q, beta, KIND, BY_POLYNOMIAL)
     if KIND == "forward_kl":
         return q - p, teacher - p * divergence
@@ -74,21 +76,23 @@ def slopes(
 
 @triton.jit
 def norm_of(squares):
-    """The norm of a row from the sum of its squares: inf for a row of zeros, whose cosine and
-    gradient are then 0, and NaN if the sum is not finite."""
+    """Compute the norm of a row from the sum of its squares: inf for a row of zeros, whose cosine
+    and gradient are then 0, and NaN if the sum is not finite."""
+    # squares - squares is 0, and NaN for inf: an infinite norm would pass for a row of zeros.
     return tl.where(squares == 0.0, float("inf"), tl.sqrt(squares) + (squares - squares))
 
 
 @triton.jit
 def cosine_of(products, student_norm, teacher_norm):
-    """The cosine of two rows from the sum of their products."""
+    """Compute the cosine of two rows from the sum of their products."""
+    # One norm at a time: the product of two norms could overflow.
     return products / student_norm / teacher_norm
 
 
 @triton.jit
 def cosine_slopes(x, y, student_norm, teacher_norm, cosine):
-    """The gradients of 1 - cosine with respect to x and y, the student's and the teacher's scaled
-    logits."""
+    """Compute the gradients of 1 - cosine with respect to x and y, the student's and the teacher's
+    scaled logits."""
     of_student, of_teacher = 1.0 / student_norm, 1.0 / teacher_norm
     a, b = x * of_student, y * of_teacher
     return (cosine * a - b) * of_student, (cosine * b - a) * of_teacher

@@ -1,4 +1,4 @@
-"""log_prob on a device, by the row functions of the device's cross_entropy."""
+"""log_prob on a device, computed by the row functions of the device's cross_entropy."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from torch import Tensor
 from .... import library
 from ....ops.losses.log_prob import RESULTS, tempered
 from ..tensors import flat
-from .cross_entropy import Tokens, loss_of_tokens, per_token
+from .cross_entropy import TokenTensors, loss_of_tokens, per_token
 
 _NAMES = RESULTS.split()
 
 
 def as_loss(call: Any, first: int = 0) -> Any:
-    """The options of a call of log_prob as a call of cross_entropy, which has no tensors: the
-    temperature is part of softcap and logit_scale. The targets are counted from class `first`."""
+    """Return the options of a call of log_prob as a call of cross_entropy without tensors. The
+    temperature is part of softcap and logit_scale, and targets are counted from class `first`."""
     options = tempered(call.temperature, call.softcap, call.logit_scale)
     return loss_of_tokens(call.ignore_index - first, *options)
 
 
-def results(call: Any, *outputs: Tensor | None) -> Tokens:
-    """The targets of a call, and the results to fill."""
-    given = zip(_NAMES, map(flat, outputs), strict=True)
-    return Tokens(None, flat(call.target), None, **dict(given))
+def results(call: Any, *outputs: Tensor | None) -> TokenTensors:
+    """Return the targets of a call, and the results to fill."""
+    named = zip(_NAMES, map(flat, outputs), strict=True)
+    return TokenTensors(None, flat(call.target), None, **dict(named))
 
 
-def given_tokens(call: Any) -> Tokens:
-    """The tensors of the tokens that a backward op is given."""
+def given_tokens(call: Any) -> TokenTensors:
+    """Return the tensors of a backward call's tokens."""
     statistics = {name: flat(getattr(call, name)) for name in ("lse", "entropy", "lse_error")}
-    return Tokens(None, flat(call.target), None, **statistics)
+    return TokenTensors(None, flat(call.target), None, **statistics)
 
 
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
-    """Register the ops with the row functions of the module `kernels`; `rows` returns the logits as
-    (M, V) for them."""
+    """Register the ops with the row functions of the module `kernels`; rows(logits) returns the
+    logits as (M, V)."""
 
     module = kernels.__name__
 
@@ -45,6 +45,7 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
         *outputs, plan = outputs_and_plan
         loss, tokens = as_loss(call), results(call, *outputs)
         kernels.loss_and_gradient(loss, rows(call.logits), tokens, False, plan)
+        # Only for its check of the targets: nothing is reduced.
         total = tokens.lse.new_empty(())
         kernels.reduce(loss, call.logits.shape[-1], tokens, None, None, total)
 

@@ -12,7 +12,10 @@ from ..triton_math import VANISHING
 
 @triton.jit
 def effective(logits, logit_scale, softcap):
-    """x. With softcap, x is finite even where logits are inf, so mask columns off after this."""
+    """Compute x, the scaled and capped logits.
+
+    With softcap, x is finite even where logits are inf: columns must be masked off after this.
+    """
     x = logits
     if logit_scale is not None:
         x = x * logit_scale
@@ -24,7 +27,8 @@ def effective(logits, logit_scale, softcap):
 
 @triton.jit
 def log_sum_sq_probs(squares, sum):
-    """log(sum_c p_c**2), from the sums of exp(x_c - maximum)**2 and of exp(x_c - maximum)."""
+    """Compute log(sum_c p_c**2) from the sums of exp(x_c - maximum)**2 and of
+    exp(x_c - maximum)."""
     return tl.log(squares) - 2.0 * tl.log(sum)
 
 
@@ -33,10 +37,10 @@ def logit_gradient(
     x, shifted, exp, class_weight, soft, smoothed, hard, dentropy, entropy, logit_scale, softcap,
     HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of logits. hard is 0 except for the target's class.
+    """Compute the gradient of a tile of logits. hard is 0 except for the target's class.
 
-    exp is that of shifted, which is x less a number of the row. What p has beside it is a factor of
-    the row, and is part of soft and dentropy; its logarithm is part of entropy.
+    shifted is x less a number of the row, and exp is exp(shifted). p is exp times a factor of the
+    row, which is part of soft and dentropy, and whose logarithm is part of entropy.
     """
     dx = soft * exp - hard
     if dentropy is not None:
@@ -45,6 +49,7 @@ def logit_gradient(
     if HAS_SMOOTHING:
         dx -= smoothed * class_weight
     if softcap is not None:
+        # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
         turn = x * (1.0 / softcap)
         dx *= 1.0 - turn * turn
     if logit_scale is not None:
@@ -54,7 +59,7 @@ def logit_gradient(
 
 @triton.jit
 def softmax_and_lse(x):
-    """The probabilities, and the logarithm of the sum of exponentials."""
+    """Return the probabilities, and the logarithm of the sum of exponentials, of each row."""
     maximum = tl.max(x, 1)[:, None]
     exponentials = tl.exp(x - maximum)
     sum = tl.sum(exponentials, 1)[:, None]

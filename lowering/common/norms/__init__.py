@@ -1,1 +1,1 @@
-"""What the kernels of every device share: norms."""
+"""Host code and arithmetic for the kernels of every device: norms."""

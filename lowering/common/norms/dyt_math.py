@@ -8,8 +8,9 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _where_it_cancels(z, t):
-    """t, which is tanh(z) with an error of a unit in the last place of 1; or where abs(z) < 0.625 a
-    polynomial, fitted there with a relative error of 5e-9."""
+    """Replace t, which is tanh(z) with an error of a unit in the last place of 1, by a polynomial
+    where abs(z) < 0.625: there the error of t is large relative to tanh(z). The polynomial is
+    fitted with a relative error of 5e-9."""
     square = z * z
     near = -0.005704985 * square + 0.020639084
     near = near * square - 0.053739715
@@ -21,14 +22,15 @@ def _where_it_cancels(z, t):
 
 @triton.jit
 def tanh(z):
-    """tanh(z) = 1 - 2 / (1 + exp(2 * z)), which has its limits where exp(2 * z) is 0 or inf."""
+    """Compute tanh(z) = 1 - 2 / (1 + exp(2 * z)), which has its limits where exp(2 * z) is 0 or
+    inf."""
     r = 1.0 / (1.0 + tl.exp2(z * (2.0 * LOG2E)))
     return _where_it_cancels(z, 1.0 - 2.0 * r)
 
 
 @triton.jit
 def tanh_and_slope(z):
-    """tanh(z), and its slope 1 - tanh(z)**2.
+    """Compute tanh(z), and its slope 1 - tanh(z)**2.
 
     Both come from e = exp(-2 * abs(z)), without overflow, and the slope without the cancellation of
     1 - tanh(z)**2.
@@ -41,7 +43,7 @@ def tanh_and_slope(z):
 
 @triton.jit
 def dyt_result(x, alpha, gamma, beta):
-    """gamma * tanh(alpha * x) + beta; beta may be None."""
+    """Compute gamma * tanh(alpha * x) + beta; beta may be None."""
     y = tanh(x * alpha) * gamma
     if beta is not None:
         y += beta
@@ -50,7 +52,7 @@ def dyt_result(x, alpha, gamma, beta):
 
 @triton.jit
 def dyt_gradients(dy, x, alpha, gamma):
-    """The terms of dx, dalpha and dgamma. The term of dbeta is dy."""
+    """Return dx, and the terms whose sums are dalpha and dgamma. That of dbeta is dy."""
     t, slope = tanh_and_slope(x * alpha)
     g = dy * gamma * slope
     return alpha * g, g * x, dy * t

@@ -1,6 +1,6 @@
 """Arithmetic of gated_rms_norm's kernels, for both devices. Values are float32.
 
-NORM_FIRST: the norm is before the gate.
+NORM_FIRST: x is normalised and then gated; else x * factor is normalised.
 """
 
 import triton
@@ -11,7 +11,7 @@ from ..triton_math import rounded, silu_slope
 
 @triton.jit
 def gate_factor(gate, ACTIVATION: tl.constexpr):
-    """What a gate multiplies by."""
+    """Compute the factor that a gate multiplies by."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate)
     else:
@@ -20,7 +20,7 @@ def gate_factor(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_slope(gate, ACTIVATION: tl.constexpr):
-    """The derivative of gate_factor."""
+    """Compute the derivative of gate_factor."""
     if ACTIVATION == "silu":
         return silu_slope(gate)
     else:
@@ -34,7 +34,8 @@ def gated_norm_result(
     dtype: tl.constexpr, NORM_FIRST: tl.constexpr,
     ACTIVATION: tl.constexpr, CASTING_MODE: tl.constexpr,
 ):  # fmt: skip
-    """The result y for s, which is x or x * a. weight is in its own dtype, or None.
+    """Compute the result y for s, which is x or, without NORM_FIRST, x times the gate's factor.
+    weight is in its own dtype, or None.
 
     A product with a weight of another dtype is float32 in PyTorch, and is not rounded.
     """
@@ -55,7 +56,7 @@ def gated_norm_terms(
     dy, x, gate, weight,
     NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """s, which is normalised, and g, the gradient of s * rstd."""
+    """Return s, the tensor that is normalised, and g, the gradient of s * rstd."""
     factor = gate_factor(gate, ACTIVATION)
     if NORM_FIRST:
         s = x
@@ -73,7 +74,7 @@ def gated_norm_gradients(
     dy, x, gate, weight, rstd, projection,
     NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """dx, dgate, and the terms that sum to dweight; projection is mean(g * s * rstd)."""
+    """Return dx, dgate, and the terms whose sum is dweight; projection is mean(g * s * rstd)."""
     factor = gate_factor(gate, ACTIVATION)
     slope = gate_slope(gate, ACTIVATION)
     if NORM_FIRST:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .... import library
-from .backward import Arguments, backward_of, modulated
+from .backward import NormArguments, backward_of, modulated
 from .modulation import Gradients, launch_backward, modulation_of
 
 
 def register(
     device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
-    norm: type[Arguments], rows: Callable[[Tensor], Tensor],
+    norm: type[NormArguments], rows: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
-    """Register launch(call, y, plan, modulation) and launch_norm_backward(norm, plan) of a device,
-    whose `norm` has the arguments. `rows` makes a tensor (M, N)."""
+    """Register a device's launch(call, y, plan, modulation) and launch_norm_backward(norm, plan).
+
+    `norm` is the device's class of the backward's arguments, and rows(tensor) returns a tensor as
+    (M, N).
+    """
     module = launch.__module__
 
     @library.kernel("layer_norm", device, module=module)
@@ -25,8 +28,8 @@ def register(
 
     @library.kernel("layer_norm_backward", device, module=module)
     def layer_norm_backward(call, dx, dweight, dbias, plan):
-        given = (None, call.x, dx, dweight, dbias)
-        launch_norm_backward(backward_of(norm, rows, call, *given, has_mean=True), plan)
+        tensors = (None, call.x, dx, dweight, dbias)
+        launch_norm_backward(backward_of(norm, rows, call, *tensors, has_mean=True), plan)
 
     @library.kernel("modulated_layer_norm", device, module=module)
     def modulated_layer_norm(call, y, plan):
@@ -35,10 +38,10 @@ def register(
 
     @library.kernel("modulated_layer_norm_backward", device, module=module)
     def modulated_layer_norm_backward(call, dx, dscale, dshift, dweight, dbias, plan):
-        given = Gradients(dx, dscale, dshift, dweight, dbias)
+        gradients = Gradients(dx, dscale, dshift, dweight, dbias)
 
         def backward(form):
-            given = (form, dx, dweight, dbias)
-            launch_norm_backward(modulated(norm, rows, call, *given, has_mean=True), plan)
+            tensors = (form, dx, dweight, dbias)
+            launch_norm_backward(modulated(norm, rows, call, *tensors, has_mean=True), plan)
 
-        launch_backward(call, given, call.bias, 0.0, rows, backward)
+        launch_backward(call, gradients, call.bias, 0.0, rows, backward)

@@ -8,22 +8,25 @@ from functools import partial
 from torch import Tensor
 
 from .... import library
-from .backward import Arguments, backward_of, modulated
+from .backward import NormArguments, backward_of, modulated
 from .modulation import Gradients, launch_backward, modulation_of
 
 
 def rms_mode(casting_mode: str) -> str:
-    """Where the norm itself rounds in a casting mode."""
+    """Return the casting mode of the kernel: in "float32", the norm rounds as in "gemma"."""
     return "gemma" if casting_mode == "float32" else casting_mode
 
 
 def register(
     device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
-    norm: type[Arguments], rows: Callable[[Tensor], Tensor],
+    norm: type[NormArguments], rows: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
-    """Register launch(call, residual, y, s, plan, modulation) and launch_norm_backward(norm, plan)
-    of a device, whose `norm` has the arguments. residual and s are None in rms_norm. `rows` makes a
-    tensor (M, N)."""
+    """Register a device's launch(call, residual, y, s, plan, modulation) and
+    launch_norm_backward(norm, plan).
+
+    residual and s are None in rms_norm. `norm` is the device's class of the backward's arguments,
+    and rows(tensor) returns a tensor as (M, N).
+    """
     module = launch.__module__
     backward_of_norm = partial(backward_of, norm, rows, has_mean=False)
 
@@ -50,10 +53,10 @@ def register(
 
     @library.kernel("modulated_rms_norm_backward", device, module=module)
     def modulated_rms_norm_backward(call, dx, dscale, dshift, dweight, plan):
-        given = Gradients(dx, dscale, dshift, dweight)
+        gradients = Gradients(dx, dscale, dshift, dweight)
 
         def backward(form):
-            given = (form, dx, dweight, None)
-            launch_norm_backward(modulated(norm, rows, call, *given, has_mean=False), plan)
+            tensors = (form, dx, dweight, None)
+            launch_norm_backward(modulated(norm, rows, call, *tensors, has_mean=False), plan)
 
-        launch_backward(call, given, None, call.offset, rows, backward)
+        launch_backward(call, gradients, None, call.offset, rows, backward)

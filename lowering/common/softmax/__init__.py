@@ -1,1 +1,1 @@
-"""What the kernels of every device share: softmax and sparsemax."""
+"""Host code and arithmetic for the kernels of every device: softmax and sparsemax."""

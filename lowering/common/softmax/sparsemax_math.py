@@ -19,38 +19,41 @@ import triton.language as tl
 
 @triton.jit
 def below_maximum(x, maximum):
-    """x - maximum, or -1 where that is lower: there x is outside of the support. NaN stays NaN."""
+    """Compute max(x - maximum, -1): an element at -1 is outside of the support. NaN stays NaN."""
     return tl.maximum(x - maximum, -1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def above(below, tau):
-    """max(below - tau, 0); NaN stays NaN."""
+    """Compute max(below - tau, 0); NaN stays NaN."""
     return tl.maximum(below - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def is_above(below, tau):
-    """1.0 where an element is above tau, else 0.0."""
+    """Return 1.0 where an element is above tau, else 0.0."""
     return tl.where(below > tau, 1.0, 0.0)
 
 
 @triton.jit
 def newton_step(tau, count, active, sum, higher):
-    """tau, count and active after a step. `sum` is what elements are above tau together, `higher`
-    how many these are, and `count` how many they were a step before. Rows where `active` is 0 have
-    ended: they stay as they are, whatever the other rows of the tile need."""
+    """Return tau, count and active after a step of Newton's iteration.
+
+    `sum` is the sum of `above`, `higher` the number of elements above tau, and `count` their number
+    a step before. Rows where `active` is 0 have ended: their tau stays, whatever the other rows of
+    the tile need.
+    """
     tau = tl.where(active > 0, tau + (sum - 1.0) / higher, tau)
     return tau, higher, tl.where(higher < count, active, 0.0)
 
 
 @triton.jit
 def supported(dy, y):
-    """dy inside of the support of y, else 0."""
+    """Return dy inside of the support of y, else 0."""
     return tl.where(y > 0, dy, 0.0)
 
 
 @triton.jit
 def sparsemax_gradient(dy, y, mean):
-    """dx. Outside of the support it is y, which is 0 or NaN."""
+    """Compute dx. Outside of the support it is y, which is 0 or NaN."""
     return tl.where(y > 0, dy - mean, y)

@@ -14,7 +14,8 @@ from ..launch import Plan, Tile, launch
 
 @triton.jit
 def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows of this program's tile, and its first column."""
+    """Return the rows of this program's tile, and its first column."""
+    # int64 from the program on: a flat row may have more than 2**31 elements.
     program = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
     row = (program // across).to(tl.int64) * BLOCK_M
@@ -24,13 +25,15 @@ def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def columns(col, rows, M, N, BLOCK_N: tl.constexpr):
-    """BLOCK_N columns from `col` on, and the mask of the elements that are inside (M, N)."""
+    """Return BLOCK_N columns from `col` on, and the mask of the elements that are inside
+    (M, N)."""
     cols = col + tl.arange(0, BLOCK_N)[None, :]
     return cols, (rows < M) & (cols < N)
 
 
 def plan_tiles(N: int) -> Tile:
-    """1024 elements a tile: 128 threads of 8 elements, 16 bytes in half precision."""
+    """Plan tiles of 1024 elements: 128 threads of 8 elements, which are 16 bytes in half
+    precision."""
     BLOCK_N = tile_width(N, 1024)
     return Tile(BLOCK_N, BLOCK_M=1024 // BLOCK_N)
 

@@ -18,6 +18,8 @@ def _load(
     gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up,
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Load gate and up as float32. INTERLEAVED: they are pairs of columns of one tensor, which are
+    loaded together."""
     if INTERLEAVED:
         cols, mask = columns(col * 2, rows, M, N * 2, BLOCK_N * 2)
         pairs = tl.load(gate_ptr + rows * stride_gate + cols, mask=mask)

@@ -1,9 +1,9 @@
 """The convolution of multi_token_attention, and its gradients, where no key is after the query.
 
-A convolution is a matrix product: weight, a row for each channel of the result and a column for
-each tap (a channel of x, and an offset of the query and of the key), times the values of x at these
-taps, a column for each position of the result. A program has BLOCK_J keys of a query and all
-channels of a group, and gathers BLOCK_K taps at a time.
+A convolution is a matrix product. Its left factor is the weight, with a row for each channel of the
+result and a column for each tap: a channel of x, and an offset of the query and of the key. Its
+right factor are the values of x at these taps, with a column for each position of the result. A
+program has BLOCK_J keys of a query and all channels of a group, and gathers BLOCK_K taps at a time.
 
 2 x 4 x 8192 x 8192 with kernels of 3 x 3 take 2.6 ms on an H200, and the gradients 2.6 and 3.3;
 cuDNN takes 14.2, 26.2 and 21.2, and computes the other half as well.
@@ -26,10 +26,10 @@ from ..partial_sums import partial_sums, summed
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConvolutionPlan:
     """The keys of a tile, the channels of the result, and the taps that are gathered at a time.
 
-    As many taps as channels are two to five times faster than more or fewer of them.
+    As many taps as channels are two to five times faster than more or fewer taps.
     """
 
     BLOCK_J: int
@@ -38,11 +38,15 @@ class Plan:
     num_warps: int
 
 
-# By BLOCK_OUT, of which a product on tensor cores has 16 or more. Forward and backward of the op,
-# kernels of 3 x 3, 1 x C x 2048 x 2048 in bfloat16 on an H100, with these and with cuDNN, in ms:
-# 17 channels 1.88 and 4.90, 32 2.69 and 5.07, 48 4.02 and 7.67, 64 5.29 and 7.58.
-FORWARD = {16: Plan(128, 16, 16, 4), 32: Plan(64, 32, 32, 4), 64: Plan(64, 64, 64, 4)}
-WEIGHTS = {**FORWARD, 16: Plan(64, 16, 16, 2)}
+# Plans by BLOCK_OUT, which is 16 or more in a product on tensor cores. Forward and backward of the
+# op with kernels of 3 x 3 and 1 x C x 2048 x 2048 in bfloat16 on an H100, with these plans and with
+# cuDNN, in ms: 17 channels 1.88 and 4.90, 32 2.69 and 5.07, 48 4.02 and 7.67, 64 5.29 and 7.58.
+FORWARD = {
+    16: ConvolutionPlan(128, 16, 16, 4),
+    32: ConvolutionPlan(64, 32, 32, 4),
+    64: ConvolutionPlan(64, 64, 64, 4),
+}
+WEIGHTS = {**FORWARD, 16: ConvolutionPlan(64, 16, 16, 2)}
 
 
 @triton.jit
@@ -51,8 +55,8 @@ def _gather(
     KERNEL_I: tl.constexpr, KERNEL_J: tl.constexpr, DILATION_I: tl.constexpr,
     DILATION_J: tl.constexpr, BLOCK_J: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """x at taps k of the query i and of BLOCK_J keys: 0 outside of x and, if CAUSAL, where the key
-    is after the query."""
+    """Load x at taps k of the query i and of BLOCK_J keys: 0 outside of x and, if CAUSAL, where the
+    key is after the query."""
     row = (i + k // KERNEL_J % KERNEL_I * DILATION_I)[:, None]
     col = first_j + k % KERNEL_J * DILATION_J
     channel = (k // (KERNEL_I * KERNEL_J)).to(tl.int64)
@@ -63,7 +67,7 @@ def _gather(
     inside = (i >= 0) & (i + (KERNEL_I - 1) * DILATION_I < N) & (first_j >= 0) & (last_j < N)
     if CAUSAL:
         inside = inside & (last_j <= i)
-    # Most tiles are inside.
+    # Most tiles are inside of x at all taps: they need no mask of positions.
     if inside:
         x = tl.load(pointers, mask=exists, other=0.0)
     else:
@@ -95,7 +99,8 @@ def _convolution_kernel(
     y_ptrs = y_ptr + (y_rows * N_y)[:, None] + j[None, :]
     mask = (o < out)[:, None] & (j < N_y)[None, :]
     if first_j > i:
-        # The gradient of p is not read there.
+        # All keys of the tile are after the query: y is 0 there. dp (CAUSAL) is not read there, and
+        # not written.
         if not CAUSAL:
             tl.store(y_ptrs, tl.zeros((BLOCK_OUT, BLOCK_J), y_ptr.dtype.element_ty), mask=mask)
         return
@@ -127,7 +132,8 @@ def _weight_gradient_kernel(
     DILATION_J: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Programs along the first axis take turns at the queries of the batch.
+    # Programs along the first axis take turns at the queries of the batch. Each stores partial sums
+    # of its chunk of taps and its group.
     K = channels * (KERNEL_I * KERNEL_J)
     start_k = tl.program_id(1) * BLOCK_K
     k = start_k + tl.arange(0, BLOCK_K)
@@ -142,6 +148,7 @@ def _weight_gradient_kernel(
         at = dy_ptrs + batch * stride_dyb + i.to(tl.int64) * stride_dyi
         for first_j in tl.range(0, i + 1, BLOCK_J):
             j = first_j + tl.arange(0, BLOCK_J)[None, :]
+            # dy may hold anything where the key is after the query.
             dy = tl.load(at + j, mask=(o < out)[:, None] & (j <= i), other=0.0)
             x = _gather(
                 x_ptr + batch * stride_b, k, K, i - padding_i, first_j - padding_j, N_x,
@@ -154,13 +161,14 @@ def _weight_gradient_kernel(
     row = (tl.program_id(0) * tl.num_programs(2) + group) * out + o
     mask = (o < out)[:, None] & (k < K)[None, :]
     tl.store(dweight_ptr + (row * K)[:, None] + k[None, :], dweight, mask=mask)
+    # Every chunk of taps has the same sums of dy: the first stores them.
     if dbias_ptr is not None:
         tl.store(dbias_ptr + row, dbias, mask=o < tl.where(start_k == 0, out, 0))
 
 
 class KernelConvolution(CausalConvolution):
-    """For weights in bfloat16 and float16, a stride of 1, and groups of at most 64 channels: with
-    more, cuDNN is faster."""
+    """The convolution by these kernels, for weights in bfloat16 and float16, a stride of 1, and
+    groups of at most 64 channels: with more, cuDNN is faster."""
 
     def takes(self, weight: Tensor) -> bool:
         groups_fit = max(weight.shape[0] // self.groups, weight.shape[1]) <= max(FORWARD)
@@ -174,20 +182,21 @@ class KernelConvolution(CausalConvolution):
         return y
 
     def masked(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dy: the kernels read nothing of it where the key is after the query."""
+        """Return dy itself: the kernels do not read it where the key is after the query."""
         return unit_stride(dy)
 
     def gradient_of_input(self, dy: Tensor, weight: Tensor, L: int) -> Tensor:
-        """Written where the key is not after the query alone.
+        """Return dp, which may be uninitialised where the key is after the query.
 
-        It is the convolution of dy with the kernels flipped, and their channels exchanged.
+        It is the convolution of dy with the kernels flipped, and their input and output channels
+        exchanged.
         """
         kernel = weight.shape[2:]
         flipped = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flip(3, 4)
         flipped = flipped.flatten(0, 1).contiguous()
         dp = weight.new_empty((len(dy), len(flipped), L, L))
         options = zip(kernel, self.dilation, self.padding, strict=True)
-        padding = [(size - 1) * dilation - given for size, dilation, given in options]
+        padding = [(size - 1) * dilation - pad for size, dilation, pad in options]
         self._launch(dy, flipped, None, dp, padding, CAUSAL=True)
         return dp
 
@@ -229,4 +238,5 @@ class KernelConvolution(CausalConvolution):
 
 
 def _block_out(out: int) -> int:
+    """Return the BLOCK_OUT of a plan for `out` channels."""
     return max(min(FORWARD), next_power_of_2(out))

@@ -1,5 +1,5 @@
-"""multi_token_attention: p from scores, and the gradient of scores. M rows, a query each, of L
-scores; query i has those of keys 0 to i."""
+"""multi_token_attention: kernels of p from scores, and of the gradient of scores. Each of M rows is
+a query with L scores, of which query i uses those of keys 0 to i."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .causal_convolution import KernelConvolution
 
 @triton.jit
 def _whole_probabilities(x, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Compute p of whole rows. Scores that a query does not use are -inf."""
     if SPARSE:
         return whole_sparsemax(x, BLOCK_M)
     else:
@@ -34,6 +35,7 @@ def causal_kernel(
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
+    # row % L is the query. p is written for all keys, and is 0 for those after the query.
     inside = (rows < M) & (cols <= rows % L)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=inside, other=-float("inf")).to(tl.float32)
     p = _whole_probabilities(x, SPARSE, BLOCK_M)
@@ -65,7 +67,8 @@ def causal_backward_kernel(
 
 @triton.jit
 def _wide_totals(x_ptr, N, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr):
-    """The maximum and the total of a row of N scores that fits no tile."""
+    """Compute the maximum and the total (see `probability`) of a row of N scores that is wider than
+    a tile."""
     maximum = row_maximum(x_ptr, N, BLOCK_N)
     if SPARSE:
         total = wide_threshold(x_ptr, N, maximum, BLOCK_N, FOLD)
@@ -132,12 +135,13 @@ def causal_wide_backward_kernel(
 
 
 def plan_forward(L: int) -> WholeRow | TwoPass:
-    """1024 threads hold 32 float32 elements each of the widest row."""
+    """Plan whole rows up to 32768 scores, of which 1024 threads hold 32 float32 each."""
     return plan_whole_rows(L, 1024) if L <= 32768 else TwoPass(8192, 512)
 
 
 def plan_backward(L: int) -> WholeRow | TwoPass:
-    """1024 threads hold 16 float32 elements each of the widest row of p, and of dp."""
+    """Plan whole rows up to 16384 scores, of which 1024 threads hold 16 float32 each of p, and as
+    many of dp."""
     return plan_whole_rows(L, 1024) if L <= 16384 else TwoPass(8192, 512)
 
 
@@ -159,7 +163,7 @@ def launch_backward(
     dp: Tensor, scores: Tensor, dscores: Tensor, sparse: bool,
     plan: WholeRow | TwoPass | None = None,
 ) -> None:  # fmt: skip
-    """dscores may be dp."""
+    """Launch the kernel of the gradient of scores; dscores may be dp."""
     dp, x = rows(dp), rows(scores)
     M, L = x.shape
     plan = plan or plan_backward(L)

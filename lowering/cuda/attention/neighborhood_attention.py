@@ -1,7 +1,8 @@
 """neighborhood_attention: a program has a tile of queries and walks the tiles of keys that their
 windows cover, or has a tile of keys and walks the queries that attend to them.
 
-A tile is a rectangle of positions of one residue class, BLOCK_Y high and BLOCK_X wide.
+A tile is a rectangle of positions of one residue class, BLOCK_Y high and BLOCK_X wide. Positions
+are counted within the class: position p of class c is the element c + p * dilation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = [
 
 
 @dataclass(frozen=True)
-class Tiles:
+class NeighborhoodTiles:
     """The tiles of queries and of keys have the same height and width."""
 
     BLOCK_Y: int
@@ -80,7 +81,8 @@ def _store_rows(ptr, offsets, inside, cols, D, values):
 def _inside_windows(
     key_y, key_x, first_y, end_y, first_x, end_x, PLANE: tl.constexpr
 ):  # fmt: skip
-    # The arguments are rows and columns that broadcast to the scores' tile.
+    # Return which keys are in which queries' windows. The arguments are rows and columns that
+    # broadcast to the scores' tile. Without a PLANE, all are of one Y.
     inside = (key_x >= first_x) & (key_x < end_x)
     if PLANE:
         inside = inside & (key_y >= first_y) & (key_y < end_y)
@@ -100,7 +102,8 @@ def _neighborhood_forward_kernel(
     batch, head, class_y, class_x, n_y, n_x, first_y, first_x = _tile_of_program(
         heads, Y, X, dilation_y, dilation_x, tiles_y, tiles_x, BLOCK_Y, BLOCK_X
     )
-    # The last tiles of a class may have no position.
+    # The grid has as many tiles for each class as the largest class needs: of a smaller class, the
+    # last may have no position.
     if (first_y >= n_y) | (first_x >= n_x):
         return
     key_head = head // group
@@ -138,6 +141,7 @@ def _neighborhood_forward_kernel(
             key_y[None, :], key_x[None, :],
             start_y[:, None], stop_y[:, None], start_x[:, None], stop_x[:, None], PLANE,
         )  # fmt: skip
+        # A row without any key so far keeps the maximum LOWEST, for which the exponentials are 0.
         score = tl.where(seen, score, -float("inf"))
         higher = tl.maximum(maximum, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
@@ -147,7 +151,7 @@ def _neighborhood_forward_kernel(
         mixed = tl.dot(p.to(v.dtype), v, mixed, input_precision=PRECISION)
         maximum = higher
 
-    # A position behind the last has no keys.
+    # A position behind the last has no keys: its total is 0.
     total = tl.where(inside, total, 1.0)
     y_ptr += batch * y_b + head * y_h
     _store_rows(y_ptr, at_y * y_y + at_x * y_x, inside, cols, D, mixed / total[:, None])
@@ -219,7 +223,7 @@ def _neighborhood_query_gradient_kernel(
             )  # fmt: skip
             p = tl.exp2(tl.where(seen, score - lse[:, None], -float("inf")))
             dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-            # The scores of a query behind the last, or of a key outside, may be anything.
+            # Not p * (dp - delta) alone: outside of the windows 0 * inf would be NaN.
             ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         dq_ptr += batch * dq_b + head * dq_h
@@ -258,7 +262,7 @@ def _neighborhood_key_gradient_kernel(
     turns = tl.cdiv(high_y - low_y, BLOCK_Y) * turns_x
     dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    # All heads of query that share the head of key, each with all tiles of its queries.
+    # All heads of queries that share the head of keys, each with all tiles of its queries.
     for turn in tl.range(0, turns * group):
         head = key_head * group + turn // turns
         tile = turn % turns
@@ -299,10 +303,12 @@ def _neighborhood_key_gradient_kernel(
         _store_rows(dv_ptr, at_y * dv_y + at_x * dv_x, exists, cols, D, dv)
 
 
-def plan_tiles(problem: Problem, itemsize: int, elements: int = 8192, num_warps: int = 4) -> Tiles:
-    """A rule that no GPU has timed yet: 64 positions a tile, or fewer whose rows have `elements`
-    together, but the 16 that a matrix product takes at least. Exact products of float32 take more
-    registers, and fit with 2048 elements."""
+def plan_tiles(
+    problem: Problem, itemsize: int, elements: int = 8192, num_warps: int = 4
+) -> NeighborhoodTiles:
+    """Plan tiles of 64 positions, or of fewer, whose rows have `elements` elements together, but of
+    at least the 16 that a matrix product takes. Exact products of float32 take more registers, and
+    fit with 2048 elements. No GPU has timed this rule yet."""
     row = next_power_of_2(max(16, problem.D))
     if itemsize == 4:
         elements = 2048
@@ -310,7 +316,9 @@ def plan_tiles(problem: Problem, itemsize: int, elements: int = 8192, num_warps:
     width = block
     if problem.Y > 1:
         width = 1 << (block.bit_length() // 2)
-    return Tiles(block // width, width, num_warps, num_stages=2 if row * itemsize <= 256 else 1)
+    return NeighborhoodTiles(
+        block // width, width, num_warps, num_stages=2 if row * itemsize <= 256 else 1
+    )
 
 
 KERNELS = {
@@ -322,7 +330,7 @@ KERNELS = {
 
 def launch_tiles(
     kind: str, problem: Problem, tensors: tuple[Tensor | None, ...],
-    strided: tuple[Tensor | None, ...], tiles: Tiles | None,
+    strided: tuple[Tensor | None, ...], tiles: NeighborhoodTiles | None,
 ) -> None:  # fmt: skip
     first, second, *_ = strided
     assert first is not None and second is not None

@@ -26,14 +26,14 @@ from .products import (
     _up_kernel,
     _weight_kernel,
 )
-from .route import Blocks, blocks_of, sort
+from .route import RowBlocks, blocks_of, sort
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """The tiles of a product. A persistent kernel has `programs` for each multiprocessor; without
-    any, each tile has one. Tiles of a `group` of blocks of rows are computed together, and share
-    the columns of an expert in the L2 cache."""
+class ExpertTiles:
+    """The tiles of a product. A persistent kernel has `programs` programs for each multiprocessor;
+    with 0, each tile has a program. Tiles of a `group` of blocks of rows are computed one after the
+    other, and share the columns of an expert in the L2 cache."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 256
@@ -43,13 +43,13 @@ class Tiles:
     programs: int = 0
     group: int = 8
 
-    def within(self, N: int, K: int) -> Tiles:
-        """Without columns that do not exist."""
+    def within(self, N: int, K: int) -> ExpertTiles:
+        """Shrink the tile to N columns and sums of length K, but not below the 16 of a product."""
         sizes = (min(self.BLOCK_N, next_power_of_2(N)), min(self.BLOCK_K, next_power_of_2(K)))
         return replace(self, BLOCK_N=max(16, sizes[0]), BLOCK_K=max(16, sizes[1]))
 
     def stages(self, x: Tensor) -> int:
-        """num_stages, as far as shared memory holds the tiles of x's dtype."""
+        """Return num_stages, or as many stages as fit in shared memory with tiles of x's dtype."""
         columns = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K
         return pipeline_stages(x, columns * x.element_size(), self.num_stages)
 
@@ -58,29 +58,31 @@ class Tiles:
 # down 523, or 503 without persistent programs; da 609; dx 635, or 597 in groups of 8. Groups of 16
 # cost up 6%. Tiles of 128 x 128 and 256 x 128 have 380 to 450, and 4 stages 5% less than 3.
 KINDS = {
-    "up": Tiles(),
-    "down": Tiles(programs=1),
-    "da": Tiles(programs=1),
-    "dx": Tiles(group=16),
-    "lora": Tiles(BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3),
+    "up": ExpertTiles(),
+    "down": ExpertTiles(programs=1),
+    "da": ExpertTiles(programs=1),
+    "dx": ExpertTiles(group=16),
+    "lora": ExpertTiles(BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3),
     # The weights' gradients have 440 and 453 where the tile has 128 columns of the tensor whose
     # rows are gathered, and 347 and 336 the other way. An index is loaded two stages ahead of its
     # row.
-    "weights": Tiles(num_stages=5),
-    "lora_weights": Tiles(BLOCK_N=128, num_warps=4),
+    "weights": ExpertTiles(num_stages=5),
+    "lora_weights": ExpertTiles(BLOCK_N=128, num_warps=4),
 }
-# Of float32, whose products have its precision and no tensor cores, and where rows do not start at
-# multiples of 16 bytes: larger tiles spill registers.
-SMALL = Tiles(64, 64, 16, 4, 2)
+# Tiles for float32, whose products have its precision and no tensor cores, and for rows that do not
+# start at multiples of 16 bytes: larger tiles spill registers.
+SMALL = ExpertTiles(64, 64, 16, 4, 2)
 
 
 class _Lora(NamedTuple):
-    """What is added to a product of rows: rows u, by expert, times b[e].T of (E, N, R)."""
+    """A term that is added to a product of rows: rows u, sorted by expert, times b[e].T, where b is
+    (E, N, R)."""
 
     u: Tensor | None = None
     b: Tensor | None = None
 
     def numbers(self) -> tuple[int, ...]:
+        """Return the strides of b, and R, for a kernel."""
         return (0, 0, 0, 1) if self.b is None else (*self.b.stride(), self.b.shape[2])
 
 
@@ -88,7 +90,12 @@ NO_LORA = _Lora()
 
 
 class _Experts:
-    """The tensors and scalars of a call that its kernels take."""
+    """The tensors and scalars of a call that its kernels take, and the launches of the kernels.
+
+    There are two orders of the n rows: *by expert*, in the order of `order`, so that the rows of an
+    expert are adjacent; and *by token*, in which row t * top_k + k is the k-th expert of token t.
+    *Rows of tokens* are rows of x or dy: all experts of a token read the same row.
+    """
 
     def __init__(self, call: Any, order: Tensor, offsets: Tensor) -> None:
         self.call, self.order, self.offsets = call, order, offsets
@@ -100,23 +107,29 @@ class _Experts:
         self.precision = "ieee" if exact else "tf32"
         aligned = self.D % 8 == self.I % 8 == 0
         self.small = not aligned or call.x.element_size() == 4
-        # PyTorch's product is for bfloat16, on Hopper GPUs, with rows of multiples of 16 bytes.
+        # PyTorch's grouped product takes bfloat16, on Hopper GPUs, with rows of multiples of 16
+        # bytes.
         is_hopper = on_nvidia(call.x) and compute_capability(call.x) == 9
         self.has_grouped_products = aligned and is_hopper and call.x.dtype is torch.bfloat16
-        self.blocks: dict[int, Blocks] = {}
+        self.blocks: dict[int, RowBlocks] = {}
 
-    def tiles(self, kind: str, N: int, K: int) -> Tiles:
+    def tiles(self, kind: str, N: int, K: int) -> ExpertTiles:
+        """Return the tiles of a product with N columns and sums of length K."""
         return (SMALL if self.small else KINDS[kind]).within(N, K)
 
     def empty(self, columns: int) -> Tensor:
+        """Allocate a row for each expert of each token."""
         return self.call.x.new_empty(self.n, columns)
 
     def launch(
-        self, kernel: Any, tiles: Tiles, width: int, N: int, K: int, even: int,
+        self, kernel: Any, tiles: ExpertTiles, width: int, N: int, K: int, even: int,
         tensors: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...], lora: _Lora = NO_LORA, **constants: Any,
     ) -> None:  # fmt: skip
-        """Launch a product of blocks of rows with N columns, `width` of them in a tile."""
+        """Launch a product of blocks of rows, with N columns, of which a tile has `width`.
+
+        Sums have length K; no tile needs a mask of columns if N is a multiple of `even`.
+        """
         BLOCK_M = tiles.BLOCK_M
         if BLOCK_M not in self.blocks:
             self.blocks[BLOCK_M] = blocks_of(self.offsets, self.n, BLOCK_M)
@@ -137,13 +150,15 @@ class _Experts:
         )  # fmt: skip
 
     def up(self, pre: Tensor | None, act: Tensor | None) -> None:
-        """Fill pre and act, h and its activation, of each of which there may be none."""
+        """Fill pre, h before the activation, and act, its activation; either may be None."""
         call, x = self.call, rows(self.call.x)
         halves = 1 if self.activation == "relu_squared" else 2
         tiles = self.tiles("up", halves * self.I, self.D)
         width = tiles.BLOCK_N // halves
         stride_e, stride_n, stride_k = call.gate_up.stride()
-        # Pairs of columns are in one thread; halves are where columns are read together.
+        # As pairs of columns, gate and up of an element are in one thread. As halves of the tile,
+        # adjacent columns of the weight are loaded together, which pays if they are adjacent in
+        # memory.
         paired = call.interleaved or stride_n != 1
         self.launch(
             _up_kernel, tiles, width, self.I, self.D, width,
@@ -157,8 +172,12 @@ class _Experts:
         self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None = None,
         lora: _Lora = NO_LORA, scale: float | None = None, of_tokens: bool = False,
     ) -> Tensor:  # fmt: skip
-        """x @ weight[e].T + bias[e] with a LoRA: of the rows of tokens, by expert, or of rows by
-        expert, by token. A LoRA's own, with a scale, stay by expert."""
+        """Return x @ weight[e].T + bias[e], plus a LoRA.
+
+        With `of_tokens`, x has the rows of tokens, and the result is by expert; else x is by
+        expert, and the result by token. A product with a `scale`, the first of a LoRA, is always by
+        expert.
+        """
         N, K = weight.shape[1:]
         tiles, y = self.tiles(kind, N, K), self.empty(N)
         self.launch(
@@ -171,14 +190,14 @@ class _Experts:
     def low_rank(
         self, x: Tensor, weight: Tensor | None, scale: float, of_tokens: bool = False
     ) -> Tensor | None:
-        """scale * x @ weight[e].T by expert, of the rows of tokens or of rows by expert; None
-        without a weight."""
+        """Return scale * x @ weight[e].T by expert, where x has the rows of tokens (`of_tokens`) or
+        is by expert; None without a weight."""
         if weight is None:
             return None
         return self.rows("lora", x, weight, scale=scale, of_tokens=of_tokens)
 
     def of_up(self) -> Tensor | None:
-        """The tokens' products with gate_up_lora_a."""
+        """Return the tokens' products with gate_up_lora_a, by expert; None without a LoRA."""
         call = self.call
         scale = call.gate_up_lora_scale
         return self.low_rank(rows(call.x).contiguous(), call.gate_up_lora_a, scale, of_tokens=True)
@@ -186,8 +205,8 @@ class _Experts:
     def slopes(
         self, da: Tensor, pre: Tensor, dpre: Tensor, act: Tensor | None, dweights: Tensor | None
     ) -> None:
-        """Fill dpre, act and dweights, the gradient of the router's weights as far as it comes from
-        activations."""
+        """Fill dpre, act, and dweights: the gradient of the router's weights, without the term of
+        down_bias."""
         BLOCK_N = min(1024, next_power_of_2(self.I))
         launch(
             _slopes_kernel, (self.n,), da,
@@ -200,7 +219,9 @@ class _Experts:
     def weight(
         self, kind: str, dweight: Tensor, a: Tensor, b: Tensor, gathers_a: bool, gathers_b: bool
     ) -> None:
-        """Fill dweight with each expert's a.T @ b; the rows of tokens are gathered."""
+        """Fill dweight with each expert's a.T @ b. `gathers_a`, `gathers_b`: a or b has the rows of
+        tokens, which are gathered; the other is by expert."""
+        # The memory of a transposed dweight is that of b.T @ a.
         if is_transposed(dweight):
             a, b, gathers_a, gathers_b = b, a, gathers_b, gathers_a
         P, Q = a.shape[1], b.shape[1]
@@ -223,8 +244,8 @@ class _Experts:
     def weights_gradient(
         self, outputs: list[Tensor | None], i: int, a: Tensor, b: Tensor, gathers_a: bool
     ) -> None:
-        """Set outputs[i], if it is wanted, to each expert's a.T @ b, of which either has the rows
-        of tokens."""
+        """Set outputs[i], unless it is None, to each expert's a.T @ b. With `gathers_a`, a has the
+        rows of tokens, else b has."""
         output = outputs[i]
         if output is None:
             return
@@ -232,7 +253,7 @@ class _Experts:
             self.weight("weights", output, a, b, gathers_a, not gathers_a)
             return
         transposed = is_transposed(output)
-        # The product allocates its result, in the place of this one.
+        # The product allocates its result: the allocated output is freed before.
         output = outputs[i] = None
         tokens = self.order // self.top_k
         a, b = (a[tokens], b) if gathers_a else (a, b[tokens])
@@ -241,7 +262,7 @@ class _Experts:
         outputs[i] = product.mT if transposed else product
 
     def lora_of_gradient(self, name: str, dy: Tensor, of_tokens: bool) -> _Lora:
-        """What the LoRA of gate_up or down adds to the gradient of its input."""
+        """Return the term that the LoRA of gate_up or down adds to the gradient of its input."""
         a, b, scale = (getattr(self.call, f"{name}_lora_{part}") for part in ("a", "b", "scale"))
         if a is None or b is None:
             return NO_LORA
@@ -251,8 +272,11 @@ class _Experts:
         self, outputs: list[Tensor | None], name: str, dy: Tensor, x: Tensor, du: Tensor | None,
         of_tokens: bool,
     ) -> None:  # fmt: skip
-        """Fill the gradients of the two parts of the LoRA of gate_up, whose x has the rows of
-        tokens, or of down, whose dy has them; du is dy @ b[e], scaled."""
+        """Fill the gradients of a LoRA's a and b.
+
+        `of_tokens` is True for down, whose dy has the rows of tokens, and False for gate_up, whose
+        x has them. du is scale * dy @ b[e].
+        """
         da, db = outputs
         if da is not None and du is not None:
             self.weight("lora_weights", da, du, x, False, not of_tokens)
@@ -263,7 +287,8 @@ class _Experts:
             self.weight("lora_weights", db, dy, u, of_tokens, False)
 
     def bias(self, dbias: Tensor, values: Tensor, weights: Tensor | None) -> None:
-        """Fill dbias with each expert's sum of rows, or of rows of tokens, times their weights."""
+        """Fill dbias with each expert's sum of values: rows by expert or, with `weights`, rows of
+        tokens times the router's weights."""
         N = dbias.shape[1]
         # 8 warps take 1.5 to 2.3 times as long: 153 instead of 102 us of GPT-OSS's gate_up_bias on
         # an H200, 32768 rows of 32 experts.
@@ -275,7 +300,8 @@ class _Experts:
         )  # fmt: skip
 
     def combine(self, values: Tensor, weights: Tensor | None, y: Tensor) -> None:
-        """Fill y with each token's sum of rows."""
+        """Fill y with each token's sum of its rows of `values`, which are by token, times the
+        router's weights if there are `weights`."""
         T, N = y.shape
         BLOCK_N = min(2048, next_power_of_2(N))
         launch(

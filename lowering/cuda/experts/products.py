@@ -1,7 +1,8 @@
 """Products of the rows of experts with their weights, and of the weights' gradients.
 
-A program of a product of rows takes tiles in turn: a block of rows of one expert (`route.Blocks`)
-and BLOCK_N columns. The tiles of GROUP blocks of rows are neighbours. K is the length of the sums.
+In a product of rows, a program takes tiles in turn. A tile is a block of rows of one expert
+(`route.RowBlocks`) times BLOCK_N columns. The tiles of GROUP blocks of rows are neighbours in that
+order. K is the length of the sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from ...common.triton_math import gated, gated_gradients, relu
 
 @triton.jit
 def _tile(tile, table_ptr, offsets_ptr, most, total, across, GROUP: tl.constexpr):
-    """The expert of a tile, its first and last row, and the number of its block of columns."""
+    """Return the expert of a tile, the tile's first row, the end of the expert's rows, and the
+    number of the tile's block of columns.
+
+    Tiles go through the blocks of rows of a group first, then to the next block of columns.
+    """
     group = tile // (GROUP * across)
     size = min(total - group * GROUP, GROUP)
     within = tile % (GROUP * across)
@@ -29,10 +34,12 @@ def _product(
     acc, a_rows, b_cols, inside, stride_k, K,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """acc plus rows, of unit stride, times columns, both as pointers; columns are `inside` or 0."""
+    """Return acc plus rows, of unit stride, times columns, both given by pointers. A column that is
+    not `inside` is 0."""
     k = tl.arange(0, BLOCK_K)
     a = a_rows[:, None] + k[None, :]
     b = b_cols[None, :] + k.to(tl.int64)[:, None] * stride_k
+    # int64, as the offsets in b are: K * stride_k may be beyond int32.
     step = tl.full((), BLOCK_K, tl.int64) * stride_k
     for first in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -53,7 +60,7 @@ def _product(
 
 @triton.jit
 def _halves(both, BLOCK_M: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr):
-    """gate and up of a tile that holds them as pairs of columns, or side by side."""
+    """Split a tile into gate and up, which it holds as pairs of columns, or side by side."""
     if PAIRED:
         return tl.split(tl.reshape(both, (BLOCK_M, HALF, 2)))
     return tl.split(tl.permute(tl.reshape(both, (BLOCK_M, 2, HALF)), (0, 2, 1)))
@@ -69,10 +76,11 @@ def _up_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """pre = rows of x @ gate_up[e].T + u @ b[e].T + bias and act = activation(pre); either may be
-    None.
+    """Compute pre = rows of x @ gate_up[e].T + u @ b[e].T + bias, and act = activation(pre); either
+    may be None.
 
-    A tile of a gated activation has BLOCK_N columns of h, which are BLOCK_N / 2 of gate and of up.
+    A tile of a gated activation has BLOCK_N columns of h, which are BLOCK_N / 2 columns of gate and
+    as many of up.
     """
     GATED: tl.constexpr = ACTIVATION != "relu_squared"
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -82,12 +90,14 @@ def _up_kernel(
         expert, row, end, n = _tile(tile, table_ptr, offsets_ptr, most, total, across, GROUP)
         rows = row + tl.arange(0, BLOCK_M)
         exists = rows < end
+        # Rows behind the expert's last stand for its first row of the block: no load needs a mask
+        # of rows, and the stores have one.
         tokens = tl.load(order_ptr + tl.where(exists, rows, row)) // top_k
         col = tl.arange(0, BLOCK_N)
         if INTERLEAVED or not GATED:
             of_weight = n * BLOCK_N + col
         else:
-            # Pairs of columns, or halves of the tile.
+            # The rows of the weight for the tile's columns, as pairs of columns or as halves.
             second = col % 2 if PAIRED else col // WIDTH
             of_weight = n * WIDTH + (col // 2 if PAIRED else col % WIDTH) + second * I
         F = I * 2 if GATED else I
@@ -144,8 +154,11 @@ def _rows_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """y = x @ w[e] + u @ b[e].T + bias[e], or scale * x @ w[e]. It GATHERS the rows of tokens from
-    x, and SCATTERS so that y has the rows of each token together; others are by expert."""
+    """Compute y = x @ w[e].T + u @ b[e].T + bias[e], or scale * x @ w[e].T.
+
+    GATHERS: x has the rows of tokens, which are gathered. SCATTERS: y is by token, so that the rows
+    of each token are adjacent. Otherwise x or y is by expert.
+    """
     across = tl.cdiv(N, BLOCK_N)
     total = tl.load(table_ptr + 2 * most)
     for tile in tl.range(tl.program_id(0), total * across, tl.num_programs(0)):
@@ -185,8 +198,11 @@ def _slopes_kernel(
     E, I, a, b, c,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dpre = the row's weight times da through the activation's slopes, act = the weight times the
-    activation, and dweights = the sum of da times the activation. Sentinels' rows are last."""
+    """Compute dpre, the row's weight times da through the activation's slopes; act, the weight
+    times the activation; and dweights, the sum of da times the activation.
+
+    The rows of sentinels, ids that are no expert, are last: only their dweights are written, as 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(order_ptr + row)
     if row >= tl.load(offsets_ptr + E):
@@ -239,8 +255,8 @@ def _weight_kernel(
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] = sum over the expert's rows of a[row].T @ b[row], as (P, Q). Rows of tokens are
-    gathered."""
+    """Compute dw[e], (P, Q): the sum over the expert's rows of a[row].T @ b[row]. GATHER_A,
+    GATHER_B: a or b has the rows of tokens, which are gathered."""
     down, across = tl.cdiv(P, BLOCK_P), tl.cdiv(Q, BLOCK_Q)
     expert = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
@@ -277,8 +293,8 @@ def _bias_kernel(
     dy_ptr, weights_ptr, order_ptr, offsets_ptr, db_ptr, N, top_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """db[e] = the sum of the expert's rows of dy; of tokens, times their weights, if there are
-    weights."""
+    """Compute db[e], the sum of the expert's rows of dy. If there are weights, dy has the rows of
+    tokens, which are multiplied by them."""
     expert = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.load(offsets_ptr + expert)
@@ -305,8 +321,8 @@ def _bias_kernel(
 def _combine_kernel(
     rows_ptr, ids_ptr, weights_ptr, y_ptr, N, E, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The sum of each token's rows, in order, without those of sentinels; times their weights, if
-    there are weights."""
+    """Compute the sum of each token's rows, times their weights if there are weights. The order is
+    that of the token's experts; rows of sentinels are left out, and not read."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N,), tl.float32)

@@ -1,7 +1,8 @@
 """Sort the ids of experts, stably and on the device, and divide the experts' rows into blocks.
 
-Ids are counted in chunks, the counts are summed over the chunks, and an id's place follows from
-these sums: no atomics, and every size is known to the host.
+A counting sort: ids are counted in chunks, the counts are summed over the chunks, and an id's place
+follows from these sums. There are no atomics, and the host knows every size without waiting for the
+device.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from torch import Tensor
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import launch
 
-# Ids of a program, each of which is compared with all others of the chunk, some at a time.
+# Ids of a program; each is compared with all ids of the chunk, OTHERS at a time.
 CHUNK, OTHERS = 256, 32
-# Experts whose counts a program sums, and chunks that it takes at a time.
+# Experts whose counts a program sums, and the chunks that it takes at a time.
 BINS, CHUNKS = 16, 512
-# Blocks of rows whose experts a program finds.
+# Blocks of rows whose experts a program of _blocks_kernel computes.
 BLOCKS = 64
 
 
-class Blocks(NamedTuple):
-    """For each block of rows its expert and its first row, and behind both the number of blocks;
-    and the most blocks that there can be."""
+class RowBlocks(NamedTuple):
+    """The blocks of rows of one expert each.
+
+    `table` is (2 * most + 1,): the expert of each block, then the first row of each, and last the
+    number of blocks, which only the device knows. `most` is the most blocks that there can be.
+    """
 
     table: Tensor
     most: int
@@ -34,7 +38,7 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def _ids(ids_ptr, places, n, E):
-    """The ids at these places; E for sentinels and behind the last."""
+    """Load the ids at these places: E for sentinels, and behind the last id."""
     ids = tl.load(ids_ptr + places, mask=places < n, other=-1)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
@@ -50,7 +54,7 @@ def _count_kernel(ids_ptr, counts_ptr, n, E, CHUNK: tl.constexpr, BINS: tl.const
 def _sum_kernel(
     counts_ptr, totals_ptr, chunks, ALL: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr
 ):
-    """Replace each chunk's counts by those of the chunks before it."""
+    """Replace each chunk's counts by the sums of the chunks before it."""
     bins = tl.program_id(0) * BINS + tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
     for first in range(0, chunks, CHUNKS):
@@ -68,6 +72,8 @@ def _place_kernel(
     ids_ptr, counts_ptr, totals_ptr, order_ptr, offsets_ptr, n, E,
     CHUNK: tl.constexpr, OTHERS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
+    # An id's place: the ids of smaller experts, those of its expert in earlier chunks, and those
+    # before it in its own chunk.
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + bins)
@@ -96,6 +102,7 @@ def _blocks_kernel(
     blocks = tl.cdiv(counts, BLOCK_M)
     ends = tl.cumsum(blocks, 0)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    # The expert of a block is the number of experts whose blocks all come before it.
     expert = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
     is_own = expert[:, None] == bins[None, :]
     row = tl.sum(tl.where(is_own, (first - (ends - blocks) * BLOCK_M)[None, :], 0), 1)
@@ -106,7 +113,8 @@ def _blocks_kernel(
 
 
 def sort(top_k_index: Tensor, order: Tensor, offsets: Tensor) -> None:
-    """Fill order and offsets."""
+    """Fill order with the places of the ids sorted by expert, those of sentinels last, and offsets
+    with the start of each expert's ids, (E + 1,)."""
     ids, E = top_k_index.contiguous(), offsets.numel() - 1
     n, bins = ids.numel(), max(BINS, next_power_of_2(E + 1))
     chunks = cdiv(n, CHUNK)
@@ -123,13 +131,14 @@ def sort(top_k_index: Tensor, order: Tensor, offsets: Tensor) -> None:
     )  # fmt: skip
 
 
-def blocks_of(offsets: Tensor, rows: int, BLOCK_M: int) -> Blocks:
-    """The blocks of BLOCK_M rows of one expert each."""
+def blocks_of(offsets: Tensor, rows: int, BLOCK_M: int) -> RowBlocks:
+    """Divide each expert's rows into blocks of BLOCK_M."""
     E = offsets.numel() - 1
+    # Each expert may have one block that is not full.
     most = cdiv(rows, BLOCK_M) + E
     table = offsets.new_empty(2 * most + 1)
     launch(
         _blocks_kernel, (cdiv(most, BLOCKS),), offsets, offsets, table, most, E,
         BLOCK_M=BLOCK_M, BLOCKS=BLOCKS, BINS=next_power_of_2(E), num_warps=4,
     )  # fmt: skip
-    return Blocks(table, most)
+    return RowBlocks(table, most)

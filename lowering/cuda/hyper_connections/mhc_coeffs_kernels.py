@@ -1,4 +1,5 @@
-"""mhc_coeffs: the kernels around cuBLAS's products. M tokens, whose rows have K elements."""
+"""mhc_coeffs: the kernels before and after cuBLAS's products. M tokens, whose rows have K
+elements."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.hyper_connections.mhc_coeffs import Form
+from ...common.hyper_connections.mhc_coeffs import CoefficientsProblem
 from ...common.hyper_connections.mhc_coeffs_math import block_coefficients, block_gradients
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import WARP_SIZE, Tile, launch
@@ -86,10 +87,10 @@ def _dx_kernel(product_ptr, x_ptr, of_norm_ptr, dx_ptr, K, BLOCK_N: tl.constexpr
     tl.store(dx_ptr + row * K + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def plan(form: Form, backward: bool) -> Tile:
-    """BLOCK_N is for the rows of x, and BLOCK_M the tokens of a block."""
-    tokens = max(1, min(MOST_TOKENS >> backward, TILE // form.H**2))
-    return Tile(min(4096, next_power_of_2(form.x.shape[1])), BLOCK_M=tokens)
+def plan(problem: CoefficientsProblem, backward: bool) -> Tile:
+    """Plan tiles: BLOCK_N are columns of x, and BLOCK_M the tokens of a block."""
+    tokens = max(1, min(MOST_TOKENS >> backward, TILE // problem.H**2))
+    return Tile(min(4096, next_power_of_2(problem.x.shape[1])), BLOCK_M=tokens)
 
 
 def row_rstd(x: Tensor, eps: float, rstd: Tensor, plan: Tile) -> None:
@@ -98,20 +99,21 @@ def row_rstd(x: Tensor, eps: float, rstd: Tensor, plan: Tile) -> None:
 
 
 def coefficients(
-    form: Form, product: Tensor, rstd: Tensor, pre_eps: float,
+    problem: CoefficientsProblem, product: Tensor, rstd: Tensor, pre_eps: float,
     h_pre: Tensor, h_post: Tensor, h_res: Tensor, plan: Tile,
 ) -> None:  # fmt: skip
     M = product.shape[0]
     launch(
         _coefficients_kernel, (cdiv(M, plan.BLOCK_M),), product,
-        product, rstd, form.b, *form.alphas, h_pre, h_post, h_res,
-        M, form.tmax, pre_eps, form.sinkhorn_eps, form.post_mult,
-        **_tile(form, plan, 32),
+        product, rstd, problem.b, *problem.alphas, h_pre, h_post, h_res,
+        M, problem.tmax, pre_eps, problem.sinkhorn_eps, problem.post_mult,
+        **_tile(problem, plan, 32),
     )  # fmt: skip
 
 
 def gradients(
-    form: Form, dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None,
+    problem: CoefficientsProblem,
+    dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None,
     product: Tensor, rstd: Tensor, dproduct: Tensor, of_norm: Tensor, sums: Tensor | None,
     plan: Tile,
 ) -> None:  # fmt: skip
@@ -119,17 +121,20 @@ def gradients(
     partial = None if sums is None else sums.new_empty((blocks, sums.numel()))
     launch(
         _coefficient_gradients_kernel, (blocks,), product,
-        dh_pre, dh_post, dh_res, product, rstd, form.b, *form.alphas, dproduct, of_norm, partial,
-        M, form.x.shape[1], form.tmax, form.segment, form.sinkhorn_eps, form.post_mult,
-        **_tile(form, plan, 16),
+        dh_pre, dh_post, dh_res, product, rstd, problem.b, *problem.alphas,
+        dproduct, of_norm, partial,
+        M, problem.x.shape[1], problem.tmax, problem.segment,
+        problem.sinkhorn_eps, problem.post_mult,
+        **_tile(problem, plan, 16),
     )  # fmt: skip
     summed((partial, sums))
 
 
-def _tile(form: Form, plan: Tile, of_thread: int) -> dict[str, int]:
-    threads = form.H**2 * plan.BLOCK_M // of_thread
+def _tile(problem: CoefficientsProblem, plan: Tile, of_thread: int) -> dict[str, int]:
+    """Return the constants and options of a kernel, with `of_thread` elements a thread."""
+    threads = problem.H**2 * plan.BLOCK_M // of_thread
     warps = max(1, threads // WARP_SIZE)
-    return {"HC": form.hc, "H": form.H, "BLOCK_M": plan.BLOCK_M, "num_warps": warps}
+    return {"HC": problem.hc, "H": problem.H, "BLOCK_M": plan.BLOCK_M, "num_warps": warps}
 
 
 def fill_dx(product: Tensor, x: Tensor, of_norm: Tensor, dx: Tensor) -> None:

@@ -17,14 +17,15 @@ from ...common.hyper_connections.mhc_streams_math import (
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import Tile, launch
 
-# No launch of these ops has been timed. Elements of a tile, whose streams each thread sums for
-# itself: 32 a thread.
+# Elements of a tile: 32 a thread, which sums the streams of its columns by itself. No launch of
+# these ops has been timed.
 TILE = 4096
 
 
 @triton.jit
 def _tile(col, C, H: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The streams, the columns of the tile from `col` on, and which of them are channels."""
+    """Return the streams, the columns of the tile from `col` on, and which of these are
+    channels."""
     streams = tl.arange(0, H)[:, None].to(tl.int64)
     cols = col + tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
     return streams, cols, cols < C

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.losses.divergence import Options
+from ...common.losses.divergence import DivergenceOptions
 from ...common.losses.divergence_math import cosine_of, norm_of
 from ...common.losses.loss_math import effective
 from ...common.sizes import cdiv
@@ -16,7 +16,7 @@ from .cross_entropy import Online
 
 @triton.jit
 def _load(ptr, mask, scale, softcap):
-    """A tile of scaled and capped logits, 0 where masked off."""
+    """Load a tile of scaled and capped logits, 0 where masked off."""
     x = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     return effective(x, scale, softcap)
 
@@ -61,11 +61,11 @@ def _cosine_kernel(
 
 
 def cosines(
-    options: Options, student: Tensor, teacher: Tensor, target: Tensor | None,
+    options: DivergenceOptions, student: Tensor, teacher: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: WholeRow | Online,
 ) -> None:  # fmt: skip
-    """Fill the six results of each token. student: (M, V) and teacher: (M, W), with unit stride in
-    the last dimension."""
+    """Fill the six results of each token, of which the cosine uses four, and sets the others to 0.
+    student: (M, V) and teacher: (M, W), with unit stride in the last dimension."""
     (M, V), W = student.shape, teacher.shape[1]
     BLOCK_M = plan.BLOCK_M if isinstance(plan, WholeRow) else 1
     launch(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.losses.cross_entropy import Tokens, register
+from ...common.losses.cross_entropy import TokenTensors, register
 from ...common.sizes import cdiv, next_power_of_2, tile_width
 from ..launch import (
     WARP_SIZE,
@@ -50,6 +50,8 @@ class SplitRows(Plan):
 
 
 def plan_forward(logits: Tensor, gradient: bool = False) -> WholeRow | Online:
+    """Plan whole rows up to 8192 classes, and online softmax beyond. `gradient`: the kernel also
+    writes the gradient."""
     V = logits.shape[1]
     if V <= 8192:
         return plan_whole_rows(V, 1024)
@@ -64,6 +66,7 @@ def plan_forward(logits: Tensor, gradient: bool = False) -> WholeRow | Online:
 
 
 def plan_backward(logits: Tensor) -> SplitRows:
+    """Plan programs that share rows."""
     M, V = logits.shape
     BLOCK_N = min(4096 if V <= 32768 else 8192, next_power_of_2(V))
     BLOCK_M = max(1, 2048 // BLOCK_N)
@@ -78,10 +81,10 @@ def plan_backward(logits: Tensor) -> SplitRows:
 
 
 def loss_and_gradient(
-    call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
+    call: Any, logits: Tensor, tokens: TokenTensors, gradient: bool, plan: Plan | None = None
 ) -> None:
-    """Fill the results of each token that are given; with `gradient` write d(sum of loss) / dlogits
-    over the logits.
+    """Fill the results of each token that are not None; with `gradient` write d(sum of loss) /
+    dlogits over the logits.
 
     logits: (M, V) with unit stride in the last dimension.
     """
@@ -96,7 +99,8 @@ def loss_and_gradient(
         args = (*arguments, M, *scalars)
         launch_whole_rows(cross_entropy_kernel, plan, logits, *args, GRADIENT=gradient)
     else:
-        # The weights of label smoothing would be prefetched too, and take as much again.
+        # With more stages the class weights of label smoothing would be prefetched too, and take as
+        # much shared memory as the logits.
         weighted = weight is not None and call.label_smoothing != 0
         # A thread loads 16 bytes at once.
         fold = min(plan.BLOCK_N, 16 // logits.element_size())
@@ -110,13 +114,13 @@ def loss_and_gradient(
 
 def gradient(
     call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
-    tokens: Tokens, dlogits: Tensor, plan: Plan | None = None,
+    tokens: TokenTensors, dlogits: Tensor, plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
-    The incoming gradients of loss, z_loss, lse, target_logit and entropy: (M,) of any stride, 0
-    too, with the reduction's factor in them. logits and dlogits: (M, V) with unit stride in the
-    last dimension. The tokens are contiguous.
+    upstream: the incoming gradients of loss, z_loss, lse, target_logit and entropy, (M,) of any
+    stride, also 0, with the reduction's factor included; None for an absent one. logits and
+    dlogits: (M, V) with unit stride in the last dimension.
     """
     M, V = logits.shape
     if M == 0:
@@ -135,12 +139,13 @@ def gradient(
 
 
 def reduce(
-    call: Any, V: int, tokens: Tokens,
+    call: Any, V: int, tokens: TokenTensors,
     loss: Tensor | None, z_loss: Tensor | None, total_weight: Tensor,
 ) -> None:  # fmt: skip
-    """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own.
+    """Fill total_weight and, unless the reduction is "none", loss and z_loss, from those of the
+    tokens.
 
-    It is here that a target out of range stops the GPU.
+    This kernel also checks the targets: one out of range stops the GPU.
     """
     M = tokens.target.numel()
     launch(
@@ -158,7 +163,7 @@ def reduce(
 
 
 def _options(call: Any) -> tuple[Any, ...]:
-    """The scalars of a kernel, of which None has no code."""
+    """Return the scalar options of a kernel. One that is None has no code in the kernel."""
     return (
         call.ignore_index, call.label_smoothing or None, call.lse_square_scale or None,
         call.softcap, None if call.logit_scale == 1 else call.logit_scale,
@@ -166,7 +171,8 @@ def _options(call: Any) -> tuple[Any, ...]:
 
 
 def _class_weight_sum(call: Any, weight: Tensor | None) -> Tensor | None:
-    """sum_c weight_c, where it is needed."""
+    """Return sum_c weight_c, or None where it is not needed: without class weights or label
+    smoothing."""
     if weight is None or call.label_smoothing == 0:
         return None
     return weight.sum(dtype=torch.float32)

@@ -12,7 +12,7 @@ from .token_loss import gradient_factors, token_loss, token_weights
 
 @triton.jit
 def _class_sum(classes_ptr, V):
-    """sum_c weight_c, which is the number of classes without weights."""
+    """Load sum_c weight_c; without class weights it is the number of classes."""
     if classes_ptr is None:
         return V * 1.0
     else:
@@ -21,7 +21,7 @@ def _class_sum(classes_ptr, V):
 
 @triton.jit
 def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
-    """The weights of the classes in label smoothing."""
+    """Load the weights of the classes in label smoothing: 1 without class weights."""
     if weight_ptr is None or not HAS_SMOOTHING:
         return 1.0
     else:
@@ -47,11 +47,13 @@ def cross_entropy_kernel(
         mask = mask & ~ignored[:, None]
     tile_ptr = logits_ptr + rows[:, None] * stride_logits + cols
     logits = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
+    # A target that is ignored or out of range is no column, and must be no offset of a load.
     within = row_mask & (target >= 0) & (target < V) & (target != ignore_index)
     is_target = cols == tl.where(within, target, -1).to(tl.int32)[:, None]
 
     capped = effective(logits, logit_scale, softcap)
     x = tl.where(mask, capped, -float("inf"))
+    # LOWEST: a row of only -inf has lse -inf, not NaN.
     maximum = tl.maximum(tl.max(x, 1), LOWEST)
     shifted = x - maximum[:, None]
     exp = flushed_exp(shifted)
@@ -92,6 +94,7 @@ def cross_entropy_kernel(
         tl.store(log_sum_sq_ptr + rows, tl.where(ignored, 0.0, log_sum_sq), mask=row_mask)
     if predicted_ptr is not None:
         logits = tl.where(mask, logits, -float("inf"))
+        # The first of equal logits; the last class for a row of NaN, which equals nothing.
         first = tl.min(tl.where(logits == tl.max(logits, 1)[:, None], cols, V - 1), 1)
         tl.store(predicted_ptr + rows, first.to(tl.int64), mask=row_mask)
     if GRADIENT:
@@ -125,6 +128,7 @@ def _lanes_updated(
     LANES: tl.constexpr = maxima.numel
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
+    # `higher` is the lane's new maximum, `below` by how much the old one is below it.
     higher = tl.maximum(maxima, tl.max(lanes, 1))
     shifted = lanes - higher[:, None]
     exp = flushed_exp(shifted)
@@ -134,7 +138,7 @@ def _lanes_updated(
         inside = tl.reshape(cols < V, (LANES, FOLD))
         weights = tl.where(cols < V, _class_weights(weight_ptr, cols, V, True), 0.0)
         weights = tl.reshape(weights, (LANES, FOLD))
-        # A lane without columns so far has a sum of weights of 0, which -inf would make NaN.
+        # A lane without columns so far has a sum of weights of 0, and 0 * -inf would be NaN.
         weighted_xs += weight_sums * tl.maximum(below, LOWEST)
         weighted_xs += tl.sum(tl.where(inside, shifted * weights, 0.0), 1)
         weight_sums += tl.sum(weights, 1)
@@ -194,6 +198,7 @@ def cross_entropy_online_kernel(
     if log_prob_ptr is not None:
         # The results of an ignored token are 0, and its logits are not read.
         readable = tl.where(ignored, 0, V)
+    # Whole tiles need no mask; the last one, below, does.
     whole = readable // BLOCK_N * BLOCK_N
     for start in tl.range(0, whole, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)
@@ -213,6 +218,7 @@ def cross_entropy_online_kernel(
             logits_ptr + cols, mask=cols < V, other=-float("inf"), eviction_policy=POLICY
         ).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
+        # softcap maps the -inf past the last column to a finite number.
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
         maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions = (
@@ -291,7 +297,7 @@ def cross_entropy_online_kernel(
 
 @triton.jit
 def _upstream(ptr, rows, stride, row_mask):
-    """The incoming gradient of each token's result, or 0 without one."""
+    """Load the incoming gradient of each token's result, or return 0 without one."""
     if ptr is None:
         return 0.0
     else:
@@ -308,7 +314,8 @@ def cross_entropy_backward_kernel(
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The programs along the grid's second dimension share the tiles of the same rows.
+    # The programs along the grid's second dimension share the tiles of the same rows. dlogits may
+    # be the logits: a program reads a tile before it writes it.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < M
     target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)

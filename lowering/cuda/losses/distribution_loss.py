@@ -17,7 +17,7 @@ from ..launch import Plan, Tile, launch, rows
 
 @triton.jit
 def _counted(within_ptr, rows, M):
-    """Which rows are there and count."""
+    """Return which rows exist and count."""
     counted = rows < M
     if within_ptr is not None:
         counted = counted & (tl.load(within_ptr + rows, mask=counted, other=0.0) != 0.0)
@@ -78,13 +78,15 @@ def _distribution_loss_backward_kernel(
 
 
 def plan_forward(V: int) -> Tile:
-    """8 elements of each a thread. For (8192, 32768) in bfloat16 on an H200, with tl.log, kl_div
-    took 0.402 ms and jsd 0.598, in tiles of 4096 with 512 threads 0.405 and 0.604."""
+    """Plan 8 elements of x and of y a thread. For (8192, 32768) in bfloat16 on an H200, with
+    tl.log, kl_div took 0.402 ms and jsd 0.598; in tiles of 4096 with 512 threads 0.405 and
+    0.604."""
     return _tile(V, 256)
 
 
 def plan_backward(V: int) -> Tile:
-    """16 elements of each a thread: there jsd took 0.571 ms, and 0.633 with 8; kl_div 0.255."""
+    """Plan 16 elements of x and of y a thread. For the size and dtype of `plan_forward`, jsd took
+    0.571 ms, and 0.633 with 8; kl_div took 0.255."""
     return _tile(V, 128)
 
 
@@ -94,6 +96,8 @@ def _tile(V: int, threads: int) -> Tile:
 
 
 def _by_polynomial(form: Form) -> bool:
+    """Return whether `log_of_normal` may take the logarithms: not with an eps of kl_div that is 0
+    or subnormal."""
     return form.kind != "kl_div" or form.scalar >= torch.finfo(torch.float32).tiny
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.losses.divergence import Hard, Options, register
+from ...common.losses.divergence import DivergenceOptions, Hard, register
 from ...common.losses.divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ...common.losses.loss_math import effective
 from ...common.sizes import cdiv
@@ -20,9 +20,10 @@ from .cross_entropy import Online, SplitRows, plan_backward
 
 @triton.jit
 def _load(ptr, mask, scale, softcap, policy: tl.constexpr, other=-float("inf")):
-    """A tile of scaled and capped logits, -inf where masked off, or 0 with other=0."""
+    """Load a tile of scaled and capped logits, -inf where masked off, or 0 with other=0."""
     x = tl.load(ptr, mask=mask, other=other, eviction_policy=policy).to(tl.float32)
     x = effective(x, scale, softcap)
+    # softcap maps the -inf of masked elements to a finite number.
     if softcap is not None:
         x = tl.where(mask, x, other)
     return x
@@ -30,7 +31,7 @@ def _load(ptr, mask, scale, softcap, policy: tl.constexpr, other=-float("inf")):
 
 @triton.jit
 def _log_softmax(x):
-    """The logarithms of the probabilities of whole rows, and lse and its error."""
+    """Compute the logarithms of the probabilities of whole rows, and lse and its error."""
     maximum = tl.maximum(tl.max(x, 1), LOWEST)
     shifted = x - maximum[:, None]
     log_sum = tl.log(tl.sum(flushed_exp(shifted), 1))
@@ -89,6 +90,7 @@ def _lanes_updated(x, maxima, sums, FOLD: tl.constexpr):
 
 @triton.jit
 def _lanes_lse(maxima, sums):
+    """Combine the lanes of a row into lse and its rounding error."""
     maximum = tl.max(maxima, 0)
     return rounded_lse(maximum, tl.log(tl.sum(sums * flushed_exp(maxima - maximum), 0)))
 
@@ -103,10 +105,10 @@ def _divergence_two_pass_kernel(
     beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    # A program has one row of each. A lane is FOLD neighbours of each tile, which one thread holds;
-    # lanes exchange nothing before the row's end. The first pass asks the L2 cache to keep the
-    # rows, and the second goes backwards and finds them there. Where lse is known, there is only
-    # the second.
+    # A program has one row of the student and one of the teacher. A lane is FOLD neighbours of each
+    # tile, which one thread holds; lanes exchange nothing before the row's end. The first pass asks
+    # the L2 cache to keep the rows, and the second goes backwards and finds them there. Where lse
+    # is known, there is only the second.
     LANES: tl.constexpr = BLOCK_N // FOLD
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * stride_student
@@ -114,6 +116,7 @@ def _divergence_two_pass_kernel(
     counted = True
     if target_ptr is not None:
         counted = tl.load(target_ptr + row).to(tl.int64) != ignore_index
+        # Nothing of an ignored token is read: every sum is 0.
         V = tl.where(counted, V, 0)
         W = tl.where(counted, W, 0)
     size = tl.maximum(V, W)
@@ -231,23 +234,28 @@ def _divergence_backward_kernel(
 
 
 def plan_forward(logits: Tensor, V: int) -> WholeRow | Online:
-    """V is the longer of the two vocabularies. In bfloat16 on an H200, jsd with tl.log:
-    (16384, 8192) 0.417 ms, whole rows 0.451; (8192, 32768) 0.781, in tiles of 4096 with 512 threads
-    0.805; (2048, 151936) 0.952 and 0.943."""
+    """Plan whole rows up to V = 4096, and two passes beyond. V is the longer of the two
+    vocabularies.
+
+    In bfloat16 on an H200, jsd with tl.log: (16384, 8192) 0.417 ms, whole rows 0.451;
+    (8192, 32768) 0.781, in tiles of 4096 with 512 threads 0.805; (2048, 151936) 0.952 and 0.943.
+    """
     return plan_whole_rows(V, 1024) if V <= 4096 else Online(2048, 256)
 
 
 def divergences(
-    options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
-    results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
+    options: DivergenceOptions, student_logits: Tensor, teacher_logits: Tensor,
+    target: Tensor | None, results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
     known: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fill the six results of each token."""
+    """Fill the six results of each token. `known` is described in
+    lowering/common/losses/divergence.py."""
     student, teacher = rows(student_logits), rows(teacher_logits)
     (M, V), W = student.shape, teacher.shape[1]
     if M == 0:
         return
     plan = plan or plan_forward(student, max(V, W))
+    # Only the kernel of two passes takes a known lse.
     if known is not None and isinstance(plan, WholeRow):
         plan = Online(min(plan.BLOCK_N, 2048), plan.threads)
     if options.kind == "cosine":
@@ -268,14 +276,16 @@ def divergences(
 
 
 def gradients(
-    options: Options, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
+    options: DivergenceOptions, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
     target: Tensor | None, saved: tuple[Tensor, ...],
     dstudent: Tensor | None, dteacher: Tensor | None,
     hard: Hard | None = None, plan: SplitRows | None = None,
 ) -> None:  # fmt: skip
-    """Fill dstudent, which may be the student's logits themselves, and dteacher. grad: (M,) of any
-    stride, also 0. dstudent: (M, V) with unit stride in the last dimension; dteacher: (M, W),
-    contiguous. saved are the results of `divergences`."""
+    """Fill dstudent, which may be the student's logits themselves, and dteacher.
+
+    grad: (M,) of any stride, also 0. dstudent: (M, V) with unit stride in the last dimension;
+    dteacher: (M, W), contiguous. saved are the results of `divergences`.
+    """
     student, teacher = rows(student_logits), rows(teacher_logits)
     (M, V), W = student.shape, teacher.shape[1]
     if M == 0:

@@ -19,7 +19,7 @@ from ..partial_sums import partial_sums, summed
 
 @triton.jit
 def _of_layer(ptrs):
-    """The pointer of the layer of this program."""
+    """Return the pointer of this program's layer, program_id(1)."""
     ptr = ptrs[0]
     for i in tl.static_range(1, len(ptrs)):
         ptr = tl.where(tl.program_id(1) == i, ptrs[i], ptr)
@@ -28,7 +28,7 @@ def _of_layer(ptrs):
 
 @triton.jit
 def _token_weights(weight_ptr, rows, M):
-    """The weights of tokens, 0 of those that are not there."""
+    """Load the weights of tokens: 0 for rows past M."""
     weight = (rows < M).to(tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
@@ -37,8 +37,8 @@ def _token_weights(weight_ptr, rows, M):
 
 @triton.jit
 def _loaded(x_ptr, rows, cols, weight, N):
-    """The logits of tokens as float32, 0 of those that do not count, and -inf beside the columns:
-    it changes no maximum, and adds 0 to a sum of exponentials."""
+    """Load the logits of tokens as float32: 0 for tokens of weight 0, and -inf past the last
+    column, which changes no maximum, and adds 0 to a sum of exponentials."""
     mask = (weight != 0.0) & (cols < N)
     x = tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32)
     return tl.where(cols < N, x, -float("inf"))
@@ -46,12 +46,13 @@ def _loaded(x_ptr, rows, cols, weight, N):
 
 @triton.jit
 def _is_selected(x, cols, N, TOP_K: tl.constexpr, SHORT: tl.constexpr):
-    """Whether a logit is one of the TOP_K largest, the first of equal ones.
+    """Return whether a logit is one of the TOP_K largest; of equal ones, the first are.
 
-    They are compared as integers in the same order, whose last bits are the columns, so that no two
-    are equal. SHORT: float16 and bfloat16 leave the last 13 bits of a float32 to the columns.
+    The logits are compared as integers in the same order, whose last bits are the columns, so that
+    no two are equal. SHORT: float16 and bfloat16 leave the last 13 bits of a float32 to the
+    columns.
     """
-    # -0.0 is to equal 0.0.
+    # Adding 0.0 makes 0.0 of -0.0, which is to equal it.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if SHORT:
@@ -123,14 +124,15 @@ def router_losses_backward_kernel(
 
 
 def _plan(N: int) -> Tile:
-    """16 elements a thread."""
+    """Plan 16 elements a thread."""
     BLOCK_N = next_power_of_2(N)
     BLOCK_M = max(1, 2048 // BLOCK_N)
     return Tile(BLOCK_N, min(1024, max(128, BLOCK_M * BLOCK_N // 16)), BLOCK_M)
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:
-    """As many as the kernels take; no program has a layer that is not there."""
+    """Repeat the first tensor up to the LAYERS tensors that the kernels take. No program has the
+    layer of a repeated one."""
     return tensors + tensors[:1] * (LAYERS - len(tensors))
 
 
@@ -146,7 +148,8 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     plan = plan or _plan(N)
     tiles = cdiv(M, plan.BLOCK_M)
     # 8 programs a multiprocessor: 48 layers of (65536, 128) in bfloat16 take 1.33 ms on an H200,
-    # and 1.45 with 4. The gradient has one for each tile: 8 take 5% less, and the whole step more.
+    # and 1.45 with 4. The gradient has a program for each tile: 8 a multiprocessor take 5% less
+    # time, but the whole step then takes more.
     programs = min(tiles, max(1, cdiv(8 * processors(x), len(layers))))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens, z)]
     launch(

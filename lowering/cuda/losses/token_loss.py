@@ -1,7 +1,7 @@
-"""@triton.jit arithmetic of single tokens' losses.
+"""Arithmetic of single tokens' losses, in Triton.
 
-Values are scalars, or have one element a row. Options that are not in use are None, which a kernel
-is compiled for.
+Values are scalars, or have one element a row. Options that are not in use are None, and kernels are
+compiled without them.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def token_weights(target, within, rows, weight_ptr, token_weight_ptr):
-    """A token's weight, and that times its class's weight, by which the loss counts it. Both are 0
-    if the target is not one of the classes."""
+    """Return a token's weight, and the product of that and its class's weight, by which the loss
+    counts the token. Both are 0 if the target is not one of the classes."""
     weights = within.to(tl.float32)
     if token_weight_ptr is not None:
         loaded = tl.load(token_weight_ptr + rows, mask=within, other=0.0)
@@ -28,11 +28,11 @@ def token_loss(
     lse, log_sum, target_x, weighted_x, classes, weights, counts,
     within, ignored, V, label_smoothing, lse_square_scale,
 ):  # fmt: skip
-    """The loss and the z-loss of a token: 0 where it is ignored, NaN where its target is out of
-    range.
+    """Compute the loss and the z-loss of a token: 0 where it is ignored, NaN where its target is
+    out of range.
 
-    target_x, and x in weighted_x, which is sum_c weight_c * x_c, are relative to the row's maximum,
-    as is log_sum. classes is sum_c weight_c.
+    weighted_x is sum_c weight_c * x_c, and classes is sum_c weight_c. x in weighted_x, target_x and
+    log_sum are relative to the row's maximum: log_sum - target_x then loses no precision to it.
     """
     loss = counts * (log_sum - target_x)
     if label_smoothing is not None:
@@ -50,8 +50,8 @@ def token_loss(
 def gradient_factors(
     dloss, dz_loss, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
 ):
-    """The factors of the gradient of x_c, soft * p_c - smoothed * weight_c, less hard if c is the
-    target. All are 0 for a token that does not count."""
+    """Compute the factors of the gradient of x_c, which is soft * p_c - smoothed * weight_c, less
+    hard if c is the target. All are 0 for a token that does not count."""
     hard = dloss * counts
     soft = hard
     smoothed = 0.0

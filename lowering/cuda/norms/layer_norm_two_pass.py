@@ -27,6 +27,8 @@ def layer_norm_two_pass_kernel(
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
+    # Both sums in one pass: they are of x - shift, so that a mean far from 0 takes no precision
+    # from the variance.
     shift = first_mean(x_ptr, N, BLOCK_N)
     sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
     squares = tl.zeros((BLOCK_N // FOLD,), tl.float32)
@@ -53,8 +55,8 @@ def layer_norm_two_pass_kernel(
 
 
 def plan_two_pass(x: Tensor) -> TwoPass:
-    """4096 rows of 32768 take 0.148 ms with these tiles, and 0.183 with tiles of 8192, with which
-    rows of 65536 are faster.
+    """Plan tiles of an eighth of the row, at most 8192: 4096 rows of 32768 take 0.148 ms, and 0.183
+    with tiles of 8192, with which rows of 65536 are faster.
     """
     tile = min(8192, next_power_of_2(x.shape[1]) // 8)
     return TwoPass(tile, tile // 8, unroll=4)

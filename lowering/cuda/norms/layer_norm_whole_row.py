@@ -14,6 +14,7 @@ from .norm_backward import NormBackward, launch_norm_backward
 
 @triton.jit
 def affine(xhat, weight_ptr, bias_ptr, cols, N):
+    """Compute xhat * weight + bias; each may be None."""
     if weight_ptr is not None:
         xhat *= tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     if bias_ptr is not None:

@@ -1,4 +1,4 @@
-"""Kernels of norms with a modulation, and of norms of each sample by itself: what they share."""
+"""Functions of the kernels of norms with a modulation, and of norms of each sample by itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ...common.triton_math import modulated
 
 
 def constants_of(modulation: Modulation) -> dict[str, Any]:
-    """The constants and options of a forward kernel.
+    """Return the constants and options of a forward kernel.
 
-    The compiler would make one operation, which rounds once, of the product that is rounded to
-    bfloat16 or float16 and the sum with shift.
+    Where the product y * (1 + scale) is rounded to bfloat16 or float16 and shift is added, fusion
+    of floating-point operations is off: the compiler would make one operation of both, which rounds
+    once.
     """
     constants: dict[str, Any] = {"ROUNDS": modulation.rounds}
     if modulation.rounds and modulation.shift is not None:
@@ -28,7 +29,7 @@ def modulated_row(
     y, modulation, sample, cols, mask,
     dtype: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """y * (1 + scale) + shift with the rows `sample` of scale and shift."""
+    """Compute y * (1 + scale) + shift with the rows `sample` of scale and shift."""
     scale_ptr, shift_ptr, stride_scale, stride_shift = modulation
     scale = tl.load(scale_ptr + sample * stride_scale + cols, mask=mask, other=0.0)
     shift = None
@@ -39,8 +40,11 @@ def modulated_row(
 
 @triton.jit
 def own_sample(samples, M):
-    """The program's index in the grid; its index among the programs of its sample and their number;
-    and the first of the M rows of the sample. There is one sample if `samples` is None."""
+    """Return four numbers of this program: its index in the grid; its index among the programs of
+    its sample; their number; and the first of the M rows of the sample. There is one sample if
+    `samples` is None."""
+    # index % samples is the sample. Partial sums are (programs, samples, N): with this order, the
+    # index in the grid is a program's row of N.
     part = tl.program_id(0).to(tl.int64)
     if samples is not None:
         return part, part // samples, tl.num_programs(0) // samples, part % samples * M

@@ -1,4 +1,4 @@
-"""The backward of rms_norm and layer_norm, as every algorithm for it is called."""
+"""Arguments and launch of the backward of rms_norm and layer_norm, for every algorithm."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.norms.backward import Arguments
+from ...common.norms.backward import NormArguments
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import WholeRow, launch, pipeline_stages, processors
 from ..partial_sums import partial_sums, summed
 
 
-class NormBackward(Arguments):
-    """The arguments: dy, ds and x have unit stride in the last dimension."""
+class NormBackward(NormArguments):
+    """The arguments of the backward: dy, ds and x have unit stride in the last dimension."""
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -27,7 +27,7 @@ class NormBackward(Arguments):
 
 
 def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:
-    """Persistent programs; `loads` is how many tensors of x's shape the kernel reads.
+    """Plan persistent programs; `loads` is how many tensors of x's shape the kernel reads.
 
     With prefetch and 32 elements a thread rms_norm of 32768 x 4096 takes 0.203 ms and of 16384 x
     8192 0.201 ms, without prefetch 0.265 ms; layer_norm of 32768 x 4096 takes 0.207 ms, and 0.216
@@ -50,11 +50,11 @@ def launch_norm_backward(
     kernel: Any, programs: int, norm: NormBackward, inputs: tuple[Tensor | None, ...],
     numbers: tuple[float | None, ...], chunks: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel whose programs store a part of the gradients of weight and bias each, and sum
-    the parts.
+    """Launch a kernel whose programs each store partial sums of the gradients of weight and bias,
+    and sum these.
 
-    There are so many programs in all, or for each of `chunks` chunks of columns. The programs of a
-    sample share its rows.
+    `programs` is the number of programs in all, or for each of `chunks` chunks of columns. With
+    several samples they are divided among the samples, and the programs of a sample share its rows.
     """
     samples = norm.samples
     if samples > 1:

@@ -1,7 +1,7 @@
 """The backward of rms_norm and layer_norm by two kernels, for rows too wide for one program.
 
-The first kernel finds the statistics of every row. The rest is elementwise: a program of the second
-owns a tile of columns, goes down the rows, and keeps the sums of its columns in registers.
+The first kernel computes the statistics of every row. The rest is elementwise: a program of the
+second owns a tile of columns, goes down the rows, and keeps the sums of its columns in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rms_norm_statistics_kernel(
     M, N, tokens, stride_dy, stride_x, stride_scale, eps, offset,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Each row's rstd and mean(g * xhat), the projection of g on xhat.
+    # Compute each row's rstd and mean(g * xhat), the projection of g on xhat.
     row = tl.program_id(0).to(tl.int64)
     if tokens is not None:
         weight_ptr += row // tokens * N
@@ -55,7 +55,8 @@ def layer_norm_statistics_kernel(
     M, N, tokens, stride_dy, stride_x, stride_scale, eps,
     BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    # Each row's mean, rstd, mean(g) and mean(g * xhat), in one pass.
+    # Compute each row's mean, rstd, mean(g) and mean(g * xhat), in one pass. The sums are of
+    # x - shift: a sum of x**2 would lose its precision where the mean is large.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     dy_ptr += row * stride_dy
@@ -84,6 +85,7 @@ def layer_norm_statistics_kernel(
     mean, rstd, step = mean_and_rstd(tl.sum(sums, 0), tl.sum(squares, 0), shift, N, eps)
     mean_g = tl.sum(sums_g, 0) / N
     tl.store(statistics_ptr + row, mean)
+    # M is int32, and 3 * M may be beyond it.
     tl.store(statistics_ptr + M.to(tl.int64) + row, rstd)
     tl.store(statistics_ptr + 2 * M.to(tl.int64) + row, mean_g)
     projection = (tl.sum(products, 0) / N - step * mean_g) * rstd
@@ -97,6 +99,8 @@ def two_kernel_backward_kernel(
     M, N, samples, stride_dy, stride_ds, stride_x, stride_scale, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    # A program has a chunk of columns of one sample, and is `group` among those that share its
+    # rows. `part` is its row of partial sums.
     chunk = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     part = group
@@ -164,16 +168,17 @@ def two_kernel_backward_kernel(
         store_column_sums(dbias_ptr, dbias, part, cols, N)
 
 
-# A program of the second kernel owns this many columns, and takes this many rows at a time. A
-# 4096 x 32768 backward of rms_norm takes 0.325 ms so, and 0.330 ms without prefetch and with twice
-# the programs.
+# A program of the second kernel owns OWNED_COLUMNS columns, and takes OWNED_ROWS rows at a time. A
+# 4096 x 32768 backward of rms_norm takes 0.325 ms, and 0.330 ms without prefetch and with twice the
+# programs.
 OWNED_COLUMNS = 1024
 OWNED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class TwoKernel(Plan):
-    """BLOCK_N and threads are the first kernel's; the second has `programs` groups of rows."""
+    """Two kernels, one for the rows' statistics. BLOCK_N and threads are the first kernel's; the
+    second has `programs` programs for each chunk of columns."""
 
     programs: int = 1
     BLOCK_M: int = OWNED_ROWS
@@ -181,7 +186,7 @@ class TwoKernel(Plan):
 
 
 def plan_two_kernels(x: Tensor) -> TwoKernel:
-    """Two programs a processor in all."""
+    """Plan two programs a multiprocessor in all."""
     M, N = x.shape
     groups = max(1, 2 * processors(x) // cdiv(N, OWNED_COLUMNS))
     num_stages = pipeline_stages(x, 3 * OWNED_ROWS * OWNED_COLUMNS * x.element_size())
@@ -201,7 +206,8 @@ def launch_two_kernels(plan: TwoKernel, norm: NormBackward) -> None:
 
 
 def _statistics(plan: TwoKernel, norm: NormBackward) -> tuple[Tensor | None, ...]:
-    """Each row's mean, rstd, mean(g) and mean(g * xhat): (M,) float32, or None if not used."""
+    """Compute each row's mean, rstd, mean(g) and mean(g * xhat), (M,) float32; those that rms_norm
+    does not use are None."""
     M, N = norm.x.shape
     stride_dy, _, stride_x = norm.strides
     scale = None if norm.token is None else norm.token.scale

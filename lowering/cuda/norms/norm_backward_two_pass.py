@@ -22,9 +22,10 @@ from .norm_backward import NormBackward, launch_norm_backward
 
 @triton.jit
 def _prefetch_row(row_ptr, N, ROW: tl.constexpr):
-    """Prefetch a row of N elements to the L2 cache, on NVIDIA's GPUs only. ROW is the power of 2
-    from N up. Triton has no function for it."""
-    # 64 bytes an instruction.
+    """Prefetch a row of N elements to the L2 cache, on NVIDIA's GPUs only. ROW is the least power
+    of 2 that is at least N. Triton has no function for it."""
+    # 64 bytes an instruction. Addresses behind the row become its last element's. The asm returns
+    # 0, which is not used: is_pure=False keeps the compiler from removing it.
     STEP: tl.constexpr = 512 // row_ptr.dtype.element_ty.primitive_bitwidth
     at = tl.minimum(tl.arange(0, ROW // STEP) * STEP, N - 1)
     tl.inline_asm_elementwise(
@@ -73,6 +74,7 @@ def two_pass_backward_kernel(
         products = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         for tile in tl.static_range(TILES):
             cols = tile * BLOCK_N + lanes
+            # Masked elements are `near`, and 0 once the shift is subtracted.
             x = tl.load(x_row + cols, mask=cols < N, other=near, eviction_policy="evict_last")
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
             wide = x.to(tl.float32) - shift
@@ -104,11 +106,13 @@ def two_pass_backward_kernel(
             projection = product / N * rstd
         # dx = g * rstd + xhat * slope - mean_g * rstd
         slope = -projection * rstd
+        # The tuples are built anew in each turn, from the last tile to the first.
         dweight_so_far, dbias_so_far = dweight, dbias
         dweight = ()
         dbias = ()
         for done in tl.static_range(TILES):
             cols = (TILES - 1 - done) * BLOCK_N + lanes
+            # The first pass has left its last tile in x, dy and weight.
             if done > 0:
                 x = tl.load(x_row + cols, mask=cols < N, other=0.0)
                 dy = tl.load(dy_row + cols, mask=cols < N, other=0.0)
@@ -154,7 +158,8 @@ class TwoPassBackward(Plan):
     prefetch: bool = False
 
 
-# The figures are ms on an H200: of this kernel, and of the two kernels for wider rows.
+# Tables by the largest width of a row. The figures are ms on an H200: of this kernel, and of the
+# two kernels for wider rows.
 RMS_NORM: Table[TwoPassBackward] = {
     # 4096 rows of 20480 0.150 and 0.209, of 24576 0.191 and 0.248, of 32768 0.242 and 0.326.
     2: (
@@ -195,11 +200,12 @@ LAYER_NORM: Table[TwoPassBackward] = {
 
 
 def plan_two_pass_backward(x: Tensor, table: Table[TwoPassBackward]) -> TwoPassBackward | None:
-    """The table's plan for rows as wide as x's, or None if they are too wide for it."""
+    """Return the table's plan for rows as wide as x's, or None if they are too wide for it."""
     plan = plan_for(x, table, x.shape[1])
     if plan is None:
         return None
-    # As many programs as finish together.
+    # No more programs than multiprocessors, and as many as have the same number of rows: they end
+    # together.
     return replace(plan, programs=cdiv(x.shape[0], cdiv(x.shape[0], processors(x))))
 
 

@@ -155,5 +155,5 @@ def poly_norm_backward(
 
 
 def _fold(plan: Plan) -> int:
-    """The neighbours that a thread sums into one accumulator."""
+    """Return how many neighbours a thread sums into one accumulator."""
     return min(8, plan.BLOCK_N)

@@ -1,4 +1,5 @@
-"""poly_norm, where a program reads its row twice: for its sums, and from the caches to finish."""
+"""poly_norm, where a program reads its row twice: first for the row's sums, then from the caches to
+write the result."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def _store_tile(
     x, rstd, pointers, place, cols, N, offset,
     CASTING_MODE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    # The pointers are at the start of the row. .cs: this kernel does not read the output again.
+    # The pointers are at the start of the row. .cs (cache streaming): this kernel does not read its
+    # output again, and the caches need not keep it.
     weight_ptr, y_ptr, s_ptr = pointers
     modulation, row, tokens = place
     dtype: tl.constexpr = y_ptr.dtype.element_ty

@@ -14,7 +14,7 @@ from .norm_backward import NormBackward, launch_norm_backward
 
 @triton.jit
 def load_sum(x_ptr, residual_ptr, cols, mask, dtype: tl.constexpr, EVICTION: tl.constexpr):
-    """A tile of x, with the residual added if there is one."""
+    """Load a tile of x, and add the residual if there is one: the sum is rounded to `dtype`."""
     x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICTION)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICTION)

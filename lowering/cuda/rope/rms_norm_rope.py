@@ -18,15 +18,15 @@ from .rms_norm_rope_kernels import rms_norm_rope_backward_kernel, rms_norm_rope_
 from .rope import rotate
 from .rope_tiles import Tables, tables_of
 
-# Bytes of the widest head that a program holds.
+# Bytes of the widest head that a program holds. For wider heads, rms_norm's and rope's kernels run.
 WIDEST = 4096
 
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """How many heads a tile has, of one position or several; and threads of a program.
+    """The heads of a tile, of one position or several; and threads of a program.
 
-    A persistent kernel has `programs` of them, which load `num_stages` tiles ahead.
+    A persistent kernel has `programs` programs, which load `num_stages` tiles ahead.
     """
 
     heads: int
@@ -36,15 +36,18 @@ class HeadsPlan:
 
 
 def plan_forward(q: Tensor) -> HeadsPlan:
-    """8192 positions with 32 + 8 heads of 128 on an H200: 49 us with 8 heads in 64 threads, 51 with
-    16, and 59 with 32 in 128 threads."""
+    """Plan a tile for each program. 8192 positions with 32 + 8 heads of 128 on an H200 take 49 us
+    with 8 heads in 64 threads, 51 with 16, and 59 with 32 in 128 threads."""
     return HeadsPlan(*_tile(q))
 
 
 def plan_backward(q: Tensor, rotary: int) -> HeadsPlan:
-    """The same sizes take 89 us with 16 heads, 128 threads and 4 programs a multiprocessor, and 129
-    with 8, 64 and 6. With 8 + 4 heads of 256 the second takes 63, and the first 108. In the first,
-    a head of which a part is copied spills up to 448 bytes a thread on sm_90.
+    """Plan persistent programs, in one of two ways.
+
+    The sizes of `plan_forward` take 89 us with 16 heads, 128 threads and 4 programs a
+    multiprocessor, and 129 with 8 heads, 64 threads and 6 programs. With 8 + 4 heads of 256 the
+    second plan takes 63, and the first 108. In the first, a head of which a part is copied spills
+    up to 448 bytes a thread on sm_90.
     """
     width = next_power_of_2(q.shape[3])
     if width <= 128 and rotary == q.shape[3]:
@@ -57,22 +60,24 @@ def plan_backward(q: Tensor, rotary: int) -> HeadsPlan:
 
 
 def _tile(q: Tensor) -> tuple[int, int]:
-    """1024 elements or a head, and 16 elements a thread."""
+    """Return the heads and threads of a tile: of 1024 elements or, if that has more, a head, and 16
+    elements a thread."""
     width = next_power_of_2(q.shape[3])
     heads = max(1, 1024 // width)
     return heads, max(64, heads * width // 16)
 
 
 def heads_of_position(heads: int, most: int) -> int:
-    """The heads of one position in a tile of at most so many: those that leave fewest lanes idle,
-    and more rather than fewer, which share the tables."""
+    """Return how many heads of one position a tile has, at most `most`: the power of 2 that leaves
+    fewest lanes idle, and of several the largest, because heads of a position share the tables."""
     sizes = [1 << n for n in range(most.bit_length())]
     return min(sizes, key=lambda size: (cdiv(heads, size) * size, -size))
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """The tables and the pairs of a call, for a head of D elements."""
+    """The tables and the pairs of a call, for a head of D elements: `half` pairs, and `copied`
+    elements after them that are not rotated."""
 
     tables: Tables
     half: int
@@ -81,6 +86,7 @@ class _Rotation:
 
 
 def _rotation(call: Any, plan: HeadsPlan) -> _Rotation:
+    """Return the rotation of a call, with the constants of its kernel."""
     B, _, _, D = call.q.shape
     half = rotated_columns(call.cos, call.sin, call.per_pair) // 2
     pairs = pairs_of(call.sin, call.interleaved, call.deinterleave, False)
@@ -98,12 +104,13 @@ def _rotation(call: Any, plan: HeadsPlan) -> _Rotation:
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Strides over batch, heads and positions; 0 for a tensor that is not wanted."""
+    """Return strides over batch, heads and positions; 0 for a tensor that is not wanted."""
     none = (0, 0, 0)
     return tuple(n for x in tensors for n in (none if x is None else x.stride()[:3]))
 
 
 def _fits(q: Tensor) -> bool:
+    """Return whether a program can hold a head."""
     return next_power_of_2(q.shape[3]) * q.element_size() <= WIDEST
 
 
@@ -173,6 +180,7 @@ def _backward_in_two_kernels(
     dq_weight: Tensor | None, dk_weight: Tensor | None,
 ) -> None:  # fmt: skip
     norm = library.OPS["rms_norm_backward"].kernels["cuda"]
+    # The gradient between the two kernels is not rounded, as in the kernel of both.
     dq, dk = (dy.new_empty(dy.shape, dtype=torch.float32) for dy in (call.dq, call.dk))
     rotate(call, call.dq, call.dk, dq, dk, backward=True)
     for dxhat, x, weight, dx, dweight in (

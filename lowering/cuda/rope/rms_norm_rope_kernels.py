@@ -1,6 +1,7 @@
-"""The kernels of rms_norm_rope. A tile is (positions, heads, pairs), with the whole heads.
+"""The kernels of rms_norm_rope. A tile is (positions, heads, pairs), and its heads are whole.
 
-BLOCK_M is the number of heads of all positions of a tile.
+BLOCK_M is the number of heads of all positions of a tile. Of a head, a and b are the two elements
+of each pair, and c the elements that are not rotated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _head_offsets(strides, batch, s, head):
 
 @triton.jit
 def _place(item, S, heads, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
-    # The batch, positions and heads of a tile, and which of its rows exist.
+    # Return the batch, positions and heads of a tile, int64, and which of its rows exist.
     groups = tl.cdiv(heads, BLOCK_H)
     tiles = tl.cdiv(S, BLOCK_S)
     tile = item // groups
@@ -142,7 +143,7 @@ def _gradients_of_tiles(
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The program's share of the tiles of q or of k, and of the gradient of the weight.
+    # Compute the program's share of the tiles of q or of k, and of the gradient of the weight.
     BLOCK_S: tl.constexpr = BLOCK_M // BLOCK_H
     N = 2 * HALF + COPIED
     rest = tl.arange(0, BLOCK_C)[None, None, :]
@@ -215,7 +216,8 @@ def _gradients_of_tiles(
                 dx_c = (rstd * (g_c - c * projection)).to(dx_ptr.dtype.element_ty)
                 tl.store(dx_ptrs + 2 * HALF + rest, dx_c, mask=mask)
     if dweight_ptr is not None:
-        # The programs' parts are float32: columns of interleaved pairs are stored interleaved.
+        # The row of partial sums, float32, has the weight's order: its pairs are interleaved if
+        # those of x are.
         dweight_ptrs = dweight_ptr + program.to(tl.int64) * N
         total_a = tl.sum(tl.sum(sum_a, 1), 0)[None, None, :]
         total_b = tl.sum(tl.sum(sum_b, 1), 0)[None, None, :]
@@ -243,7 +245,8 @@ def rms_norm_rope_backward_kernel(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Every program takes its share of the tiles of q, then of k: it keeps the sums of one weight.
+    # Every program takes its share of the tiles of q, then of k: it keeps the sums of one weight at
+    # a time in registers.
     table_strides = (
         cos_stride_t, cos_stride_b, cos_stride_s, cos_stride_n,
         sin_stride_t, sin_stride_b, sin_stride_s, sin_stride_n,
@@ -265,7 +268,7 @@ def rms_norm_rope_backward_kernel(
             EIGHTS, BLOCK_M, BLOCK_Q, BLOCK_N, BLOCK_C, NUM_STAGES,
         )  # fmt: skip
     if grad_k_ptr is not None or dk_weight_ptr is not None:
-        # The programs that have one tile of q less come first.
+        # In the opposite order: the last programs have one tile of q less, and come first for k.
         _gradients_of_tiles(
             dk_ptr, k_ptr, grad_k_ptr, k_weight_ptr, dk_weight_ptr, cos_ptr, sin_ptr,
             dk_strides, k_strides, grad_k_strides, table_strides,

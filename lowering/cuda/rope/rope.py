@@ -1,4 +1,4 @@
-"""rope: a program rotates some positions, in a tile of the pairs, of some heads of q and of k."""
+"""rope: a program rotates a tile of positions, heads of q and of k, and pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of
 
 @dataclass(frozen=True)
 class RopePlan:
-    """A tile: positions, heads of q and k together, pairs; and threads a program."""
+    """A tile's positions, heads of q and k together, and pairs; and threads of a program."""
 
     positions: int
     heads: int
@@ -44,8 +44,8 @@ def _rope_kernel(
 ):  # fmt: skip
     # HALF is the number of pairs, COPIED that of the elements behind them, SECTION_0 and SECTION_1
     # the pairs at which the second and the third table begin. INTERLEAVED says how the tables are
-    # read. The heads of k follow those of q, in one tile of HEADS of them: its loads are under way
-    # together, and the tables loaded once for all.
+    # read. The heads of k follow those of q, and a tile has HEADS of all of them: its loads are
+    # under way together, and the tables are loaded once for all.
     program = tl.program_id(0)
     pair_tile = program % PAIR_TILES
     group = (program // PAIR_TILES) % GROUPS
@@ -71,7 +71,7 @@ def _rope_kernel(
         k_out_ptr + (batch * k_out_stride_b + s * k_out_stride_s + k_head * k_out_stride_h),
     )
     if ALIGNED:
-        # Triton 3.9 does not see it through tl.where, and would load element by element.
+        # Triton 3.9 does not see the alignment through tl.where, and would load element by element.
         x_ptrs = tl.multiple_of(x_ptrs, [1, 1, 16])
         y_ptrs = tl.multiple_of(y_ptrs, [1, 1, 16])
     a, b = load_pairs(x_ptrs, inside, first, HALF, X_INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
@@ -93,7 +93,8 @@ def _rope_kernel(
 
 
 def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopePlan:
-    """`table_numbers` is how many a load of a table takes for a pair, 1 or 2."""
+    """Plan a tile. `table_numbers` is how many numbers of a table a load takes for a pair, 1 or
+    2."""
     pairs = min(256, max(16, next_power_of_2(half)))
     # If a table has fewer numbers than threads, Triton loads it in the layout of q and k. Any other
     # table goes through shared memory.
@@ -115,12 +116,13 @@ def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopeP
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes."""
+    """Return whether every row starts at a multiple of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
     return _start(x) % 16 == 0 and all(x.element_size() * n % 16 == 0 for n in steps)
 
 
 def _start(x: Tensor) -> int:
+    """Return the address of x, or a number with the same alignment."""
     try:
         address = x.data_ptr()
     except RuntimeError:
@@ -133,22 +135,22 @@ def rotate(
     call: Any, q: Tensor, k: Tensor, q_out: Tensor | None, k_out: Tensor | None, backward: bool,
     plan: RopePlan | None = None,
 ) -> None:  # fmt: skip
-    """Launch the rotation by a call's tables, or for backward the rotation back, of what has an
-    output."""
+    """Rotate q and k, of which either is left out if its output is None, by a call's tables; for
+    `backward` rotate them back."""
     B, _, S, D = q.shape
-    given = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]
-    if not given:
+    wanted = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]
+    if not wanted:
         return
     half = rotated_columns(call.cos, call.sin, call.per_pair) // 2
-    heads = sum(x.shape[1] for x, _ in given)
+    heads = sum(x.shape[1] for x, _ in wanted)
     pairs = pairs_of(call.sin, call.interleaved, call.deinterleave, backward)
     tables = tables_of(call.cos, call.sin, B, pairs, call.per_pair, call.sections)
     if plan is None:
         plan = plan_tile(heads, half, q.element_size(), tables.numbers)
     groups, pair_tiles = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
     copied = D - 2 * half
-    # One of no heads stands in for what is not wanted.
-    tensors = [(unit_stride(x), out, x.shape[1]) for x, out in given]
+    # For a tensor that is not wanted, the other stands in, with 0 heads.
+    tensors = [(unit_stride(x), out, x.shape[1]) for x, out in wanted]
     (q, q_out, q_heads), (k, k_out, k_heads) = (
         tensors if len(tensors) == 2 else (*tensors, (*tensors[0][:2], 0))
     )

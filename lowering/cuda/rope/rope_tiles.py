@@ -1,4 +1,5 @@
-"""Tiles of rope's pairs and tables, (positions, heads, pairs), and the arguments for its tables."""
+"""Tiles of rope's pairs and tables, (positions, heads, pairs), and the tables as arguments of a
+kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def load_pairs(
     ptrs, inside, first, HALF,
     INTERLEAVED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The two elements of BLOCK_N pairs from the pair `first` on, of each row.
+    # Load the two elements of BLOCK_N pairs from the pair `first` on, of each row, as float32.
     if INTERLEAVED:
         cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
         mask = inside & (cols < 2 * HALF)
@@ -47,12 +48,12 @@ def store_pairs(ptrs, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLOC
 
 @triton.jit
 def _section_offsets(pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr):
-    # The offsets of the table that belongs to the section of each pair.
+    # Return the offset of the table that belongs to the section of each pair.
     if HAS_SECTIONS:
         table = (pairs >= end_0).to(tl.int64) + (pairs >= end_1).to(tl.int64)
         offsets = table * stride
         if EIGHTS:
-            # Lets a thread load its numbers as a vector.
+            # Eight neighbours are of one section: a thread may load its numbers as a vector.
             offsets = tl.max_constancy(offsets, [1, 1, 8])
     else:
         offsets = 0
@@ -65,7 +66,7 @@ def _load_table(
     INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
     EIGHTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The numbers for the two elements of BLOCK_N pairs, of each position; stride_t is from one
+    # Load the numbers for the two elements of BLOCK_N pairs, of each position; stride_t is from one
     # section's table to the next.
     if INTERLEAVED and not PER_PAIR:
         cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
@@ -87,7 +88,7 @@ def _load_table(
 
 @triton.jit
 def _load_column(ptrs, inside, first, HALF, stride_n, stride_t, BLOCK_N: tl.constexpr):
-    # A column of the matrices of BLOCK_N pairs; stride_t is from the first row to the second.
+    # Load a column of the matrices of BLOCK_N pairs; stride_t is from the first row to the second.
     cols = first + tl.arange(0, BLOCK_N)[None, None, :]
     mask = inside & (cols < HALF)
     offsets = cols * stride_n
@@ -105,7 +106,8 @@ def load_tables(
     MATRICES: tl.constexpr, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr,
     BACKWARD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # cos and sin for the first and the second elements of BLOCK_N pairs, of the positions s.
+    # Load cos and sin for the first (a) and the second (b) elements of BLOCK_N pairs, of the
+    # positions s. The rotation is y_a = a * cos_a - b * sin_a and y_b = b * cos_b + a * sin_b.
     cos_ptrs = cos_ptr + (batch * cos_stride_b + s * cos_stride_s)
     sin_ptrs = sin_ptr + (batch * sin_stride_b + s * sin_stride_s)
     if MATRICES:
@@ -132,7 +134,7 @@ def load_tables(
                 INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
             )  # fmt: skip
     if BACKWARD:
-        # The transpose of the rotation: that by -sin, of each other's element of the pair.
+        # The transpose of the rotation: -sin, and each element takes the sin of the other.
         swapped = sin_a
         sin_a = -sin_b
         sin_b = -swapped
@@ -155,7 +157,7 @@ class Tables(NamedTuple):
     constants: dict[str, Any]
 
     def eighths(self, block: int) -> bool:
-        """Whether eight neighbouring pairs of a tile are always of one section."""
+        """Return whether eight neighbouring pairs of a tile are always of one section."""
         return all(size % 8 == 0 for size in (*self.ends, block))
 
 
@@ -163,6 +165,10 @@ def tables_of(
     cos: Tensor, sin: Tensor | None, B: int, pairs: Pairs, per_pair: bool,
     sections: list[int] | None,
 ) -> Tables:  # fmt: skip
+    """Return the tables of a call with B samples as a kernel takes them: views of cos and sin.
+
+    Without sin, cos has complex numbers, or matrices of 2 x 2, one for each pair.
+    """
     per_pair = per_pair or sin is None
     of_matrices = holds_matrices(cos, sin)
     # Complex numbers side by side are read as the elements of interleaved pairs.
@@ -172,7 +178,8 @@ def tables_of(
     elif cos.is_complex():
         cos, sin = cos.real, cos.imag
     elif of_matrices:
-        # The columns, each as two tables: of its first and of its second number.
+        # The first column in place of cos, and the second of sin; each is two tables, of its first
+        # and of its second number.
         columns = (cos if cos.dim() == 5 else cos.unsqueeze(0)).unbind(-1)
         cos, sin = (column.movedim(-1, 0) for column in columns)
     assert sin is not None
@@ -189,5 +196,5 @@ def tables_of(
 
 
 def _of_batch(table: Tensor, B: int) -> Tensor:
-    """A table, or several of equal shape, as (tables, B, S, columns)."""
+    """Return a table, or several of equal shape, as (tables, B, S, columns)."""
     return table.expand(-1 if table.dim() == 4 else 3, B, *table.shape[-2:])

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.hyper_connections.mhc_coeffs import Form
+from ...common.hyper_connections.mhc_coeffs import CoefficientsProblem
 from ...common.hyper_connections.mhc_coeffs_math import block_coefficients, block_gradients
 from ...common.sizes import cdiv
 from .. import tiling
@@ -104,7 +104,7 @@ def _dx_kernel(
         store(dx_ptr, row, col, M, K, K, product - x * of_norm, BLOCK_M, BLOCK_N)
 
 
-def plan(form: Form, backward: bool) -> Plan:
+def plan(form: CoefficientsProblem, backward: bool) -> Plan:
     """BLOCK_N is the tokens of a block."""
     cost = COSTS["mhc_coeffs_backward" if backward else "mhc_coeffs"].wide[4]
     elements = tiling.tile_elements(cost, tiling.ub_bytes())
@@ -119,7 +119,7 @@ def row_rstd(x: Tensor, eps: float, rstd: Tensor, plan: Plan) -> None:
 
 
 def coefficients(
-    form: Form, product: Tensor, rstd: Tensor, pre_eps: float,
+    form: CoefficientsProblem, product: Tensor, rstd: Tensor, pre_eps: float,
     h_pre: Tensor, h_post: Tensor, h_res: Tensor, plan: Plan,
 ) -> None:  # fmt: skip
     M, T = product.shape[0], plan.BLOCK_N
@@ -137,7 +137,7 @@ def coefficients(
 
 
 def gradients(
-    form: Form, dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None,
+    form: CoefficientsProblem, dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None,
     product: Tensor, rstd: Tensor, dproduct: Tensor, of_norm: Tensor, sums: Tensor | None,
     plan: Plan,
 ) -> None:  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.losses.divergence import Options
+from ...common.losses.divergence import DivergenceOptions
 from ...common.losses.divergence_math import cosine_of, norm_of
 from ...common.losses.loss_math import effective
 from ...common.sizes import cdiv
@@ -56,7 +56,7 @@ def _cosine_kernel(
 
 
 def cosines(
-    options: Options, student: Tensor, teacher: Tensor, results: tuple[Tensor, ...],
+    options: DivergenceOptions, student: Tensor, teacher: Tensor, results: tuple[Tensor, ...],
     plan: Plan | None,
 ) -> None:  # fmt: skip
     """Fill the six results of each token, as if none were ignored. student: (M, V) and teacher:

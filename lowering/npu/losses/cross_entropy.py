@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....ops.losses import cross_entropy as definition
-from ...common.losses.cross_entropy import Tokens, register
+from ...common.losses.cross_entropy import TokenTensors, register
 from ...common.losses.loss_math import effective, log_sum_sq_probs, logit_gradient
 from ...common.sizes import cdiv
 from ...common.triton_math import LOWEST, VANISHING, rounded_lse
@@ -163,7 +163,7 @@ def _gradient_kernel(
 
 
 def loss_and_gradient(
-    call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
+    call: Any, logits: Tensor, tokens: TokenTensors, gradient: bool, plan: Plan | None = None
 ) -> None:
     """Fill the results of each token that are given; with `gradient` write d(sum of loss) / dlogits
     over the logits.
@@ -235,7 +235,7 @@ def loss_and_gradient(
 
 def gradient(
     call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
-    tokens: Tokens, dlogits: Tensor, plan: Plan | None = None,
+    tokens: TokenTensors, dlogits: Tensor, plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
@@ -305,7 +305,7 @@ def _class_sum(weight: Tensor | None, V: int, label_smoothing: float) -> Tensor 
 
 
 def reduce(
-    call: Any, V: int, tokens: Tokens, loss: Tensor, z_loss: Tensor, total_weight: Tensor
+    call: Any, V: int, tokens: TokenTensors, loss: Tensor, z_loss: Tensor, total_weight: Tensor
 ) -> None:
     """Fill total_weight and, unless the reduction is "none", loss and z_loss from the tokens'."""
     weight, target, token_weight, losses, z_losses, *_ = tokens

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.losses.divergence import Hard, Options, register
+from ...common.losses.divergence import DivergenceOptions, Hard, register
 from ...common.losses.divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ...common.losses.loss_math import effective
 from ...common.sizes import cdiv
@@ -222,8 +222,8 @@ def _divergence_backward_kernel(
 
 
 def divergences(
-    options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
-    results: tuple[Tensor, ...], plan: Plan | None = None,
+    options: DivergenceOptions, student_logits: Tensor, teacher_logits: Tensor,
+    target: Tensor | None, results: tuple[Tensor, ...], plan: Plan | None = None,
     known: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Fill the six results of each token."""
@@ -249,7 +249,7 @@ def divergences(
 
 
 def gradients(
-    options: Options, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
+    options: DivergenceOptions, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
     target: Tensor | None, saved: tuple[Tensor, ...],
     dstudent: Tensor | None, dteacher: Tensor | None,
     hard: Hard | None = None, plan: Plan | None = None,
@@ -284,7 +284,7 @@ def gradients(
     )  # fmt: skip
 
 
-def _capped(options: Options) -> bool:
+def _capped(options: DivergenceOptions) -> bool:
     return options.student_softcap is not None or options.teacher_softcap is not None
 
 

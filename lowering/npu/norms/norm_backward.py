@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.norms.backward import Arguments
+from ...common.norms.backward import NormArguments
 from ...common.sizes import cdiv
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tiling import Plan, launch
 
 
-class NormBackward(Arguments):
+class NormBackward(NormArguments):
     """The arguments: all tensors are contiguous."""
 
     @property

@@ -36,7 +36,7 @@ def test_is_the_convolution_where_the_key_is_not_after_the_query(
     """With several tiles of keys, some inside, some at an edge, and some after all queries."""
     for plans in (cuda.FORWARD, cuda.WEIGHTS):
         for size in plans:
-            monkeypatch.setitem(plans, size, cuda.Plan(16, size, 16, 1))
+            monkeypatch.setitem(plans, size, cuda.ConvolutionPlan(16, size, 16, 1))
     values, L = Values(0), 37
     dtype = torch.float16 if out == 3 else torch.bfloat16
     p = values.draw((2 if out < 33 else 1, channels, L, L), dtype).tril()

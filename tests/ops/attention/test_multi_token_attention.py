@@ -153,7 +153,7 @@ def test_a_part_of_the_batch_at_a_time(
     monkeypatch.setattr(host, "chunks", noted)
     # The widest of p and dy has 4 * 5 * 5 elements in a sample.
     for samples in (1, 4):
-        monkeypatch.setattr(host, "PART_BYTES", samples * 100 * dtype.itemsize)
+        monkeypatch.setattr(host, "CHUNK_BYTES", samples * 100 * dtype.itemsize)
         taken.clear()
         dscores, *totals = op_checks.run_kernel(OP, folder, True, case, args)
         assert taken == [slice(i, i + samples) for i in range(0, 12, samples)]
@@ -174,7 +174,7 @@ def test_weights_gradients_are_summed_in_float32(
     case = replace(case, padding=(0,))
     tensors = {name: torch.ones_like(given) for name, given in OP.tensors(case).items()}
     tensors["dy"][0] = 512
-    monkeypatch.setattr(host, "PART_BYTES", 1)
+    monkeypatch.setattr(host, "CHUNK_BYTES", 1)
     _, dweight, dbias = op_checks.run_kernel(
         OP, folder, True, case, OP.backward_args(case, tensors)
     )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 import op_checks
 import strategies
 from liger_ops import library
-from liger_ops.lowering.common.losses.cross_entropy import Tokens
+from liger_ops.lowering.common.losses.cross_entropy import TokenTensors
 from liger_ops.rewrites.losses.losses import NO_CLASS
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_FOLDER, NAN
@@ -68,7 +68,7 @@ def test_loss_and_gradient_in_one_call(folder: str, case: Any) -> None:
     chunk = logits.clone()
     module = importlib.import_module(f"liger_ops.lowering.{folder}.losses.cross_entropy")
     args = OP.forward_args(case, tensors)
-    tokens = Tokens(weight, target, token_weight, **outputs)
+    tokens = TokenTensors(weight, target, token_weight, **outputs)
     call = library.OPS[OP.name].arguments(*args)
     module.loss_and_gradient(call, chunk, tokens, True, plan(folder, OP, case))
     kernel = op_checks.run_kernel(OP, folder, False, case, args)

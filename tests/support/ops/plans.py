@@ -46,9 +46,9 @@ def plan_of_windows(folder: str, case: Case, rows: int, columns: int) -> Any:
         from liger_ops.lowering.npu.tiling import Plan
 
         return Plan(rows * columns, next_power_of_2(max(16, case.shape[-1])), cores=2)
-    from liger_ops.lowering.cuda.attention.neighborhood_attention import Tiles
+    from liger_ops.lowering.cuda.attention.neighborhood_attention import NeighborhoodTiles
 
-    return Tiles(rows, columns)
+    return NeighborhoodTiles(rows, columns)
 
 
 def plan_of_heads(folder: str, case: Case, rows: int, columns: int) -> Any:

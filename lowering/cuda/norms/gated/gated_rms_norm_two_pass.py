@@ -19,8 +19,9 @@ def gated_rms_norm_two_pass_kernel(
     NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, CASTING_MODE: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    # The first pass asks the caches to keep the row, and the second goes backwards, so that it
-    # reads first what was kept last.
+    # A program has one group of one row; `first` is the group's first column. The first pass asks
+    # the caches to keep the row, and the second goes backwards, so that it reads first what was
+    # kept last.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
     first = program % groups * N

@@ -29,6 +29,7 @@ def gated_rms_norm_kernel(
     program = tl.program_id(0).to(tl.int64)
     rows = (program // groups * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
+    # The mask is of columns within the group, the offsets are of columns of x.
     mask = (rows < M) & (cols < N)
     cols += program % groups * N
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
@@ -56,6 +57,7 @@ def gated_rms_norm_backward_kernel(
     NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    # A program has the group program_id(0). `within` are columns within it, `cols` those of x.
     program = tl.program_id(1).to(tl.int64)
     within = tl.arange(0, BLOCK_N)[None, :]
     cols = tl.program_id(0).to(tl.int64) * N + within

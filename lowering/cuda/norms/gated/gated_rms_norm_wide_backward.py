@@ -1,7 +1,7 @@
 """The backward of gated_rms_norm by two kernels, for rows too wide for one program.
 
-The first kernel finds the statistics of every row's groups. The rest is elementwise: a program of
-the second owns a tile of columns, goes down the rows, and keeps the sums of its columns.
+The first kernel computes the statistics of every row's groups. The rest is elementwise: a program
+of the second owns a tile of columns, goes down the rows, and keeps the sums of its columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gated_rms_norm_statistics_kernel(
     M, N, groups, stride_dy, stride_x, stride_gate, eps,
     NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The rstd of a group of a row, and mean(g * shat), the projection of g on shat.
+    # Compute the rstd of a group of a row, and mean(g * shat), the projection of g on shat.
     program = tl.program_id(0).to(tl.int64)
     row = program // groups
     first = program % groups * N
@@ -54,6 +54,7 @@ def gated_rms_norm_columns_kernel(
     NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    # A tile of columns lies within a group: `within` are its columns in the group, `cols` in x.
     chunks = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // chunks
     within = tl.program_id(0) % chunks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

@@ -18,13 +18,14 @@ from ....common.sizes import cdiv, next_power_of_2
 from ....common.triton_math import folded, to_float32_again
 from ...launch import Table, launch, on_nvidia, plan_for, processors
 from ...row_sums import four_sums, mean_and_rstd, near_mean, two_totals
-from .group_plan import GroupPlan, Groups, per_channel
+from .group_plan import GroupedShape, GroupPlan, per_channel
 
 
 @triton.jit
 def _tile(tile, C_G, S, PARTS, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    # The channels of a tile, its offsets in the group, and its mask. Offsets are int32, which a
-    # walked group is small enough for; int64 ones would cost a third of the speed.
+    # Return the channels of a tile, its offsets in the group, and its mask. Offsets are int32: a
+    # group that is walked is small enough (WALKS), and int64 offsets would cost a third of the
+    # speed.
     channels = tile // PARTS * BLOCK_C + tl.arange(0, BLOCK_C)[:, None]
     positions = tile % PARTS * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
     mask = (channels < C_G) & (positions < S)
@@ -39,8 +40,9 @@ def _add(x, shift, sums, squares, FOLD: tl.constexpr):
 
 @triton.jit
 def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    # One multiplication and one addition an element. So two programs of 1024 threads fit on a
-    # processor: 64 x 512 x 64 x 64 takes 0.145 ms on an H200, and 0.160 if registers allow one.
+    # One multiplication and one addition an element take so few registers that two programs of 1024
+    # threads fit on a processor: 64 x 512 x 64 x 64 takes 0.145 ms on an H200, and 0.160 if
+    # registers allow one.
     weight_ptr, bias_ptr, group, G, C_G = affine
     channels, offsets, mask = place
     scale = rstd
@@ -61,6 +63,8 @@ def group_walk_kernel(
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
     KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
+    # With one kept tile a program has one group; with more, as many programs as processors take the
+    # groups in turn. KNOWN: the number of tiles is a constant.
     program = tl.program_id(0).to(tl.int64)
     rounds = 1 if KEPT == 1 else tl.cdiv(GROUPS - program, tl.num_programs(0))
     count = TILES if KNOWN else tiles
@@ -68,6 +72,7 @@ def group_walk_kernel(
         group = program + round * tl.num_programs(0)
         x_group = x_ptr + group * C_G * S
         y_group = y_ptr + group * C_G * S
+        # Masked elements are `near`, and 0 once the shift is subtracted.
         near = near_mean(x_group, S)
         shift = near.to(tl.float32)
         sums = tl.zeros((BLOCK_C * BLOCK_S // FOLD,), tl.float32)
@@ -99,7 +104,8 @@ def group_walk_kernel(
 
 @triton.jit
 def _lane_sums(x, dy, shift, FOLD: tl.constexpr):
-    # The sums over every FOLD neighbours, which one thread holds.
+    # Return the sums of x, x**2, dy and dy * x, with x less the shift, over every FOLD neighbours,
+    # which one thread holds.
     shape: tl.constexpr = (x.shape[0], x.shape[1] // FOLD, FOLD)
     x = tl.reshape(x.to(tl.float32) - shift, shape)
     dy = tl.reshape(dy.to(tl.float32), shape)
@@ -120,8 +126,8 @@ def group_walk_backward_kernel(
     NEEDS_DBIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, TILES: tl.constexpr,
     KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    # A tile is all channels of the group at some positions. Threads exchange the sums of channels,
-    # which the group's sums are made of, once, at the end of the first walk. Kept tiles are x's,
+    # A tile is all channels of the group at some positions. Threads exchange the sums of channels
+    # once, at the end of the first walk; the group's sums follow from those. Kept tiles are x's,
     # and dy's too if only one is kept: 64 x 512 x 64 x 64 takes 0.218 ms on an H200 with 4 of x,
     # 0.226 with one of dy beside them, and 0.259 with one of each.
     program = tl.program_id(0).to(tl.int64)
@@ -198,7 +204,8 @@ def group_walk_backward_kernel(
 
 @dataclass(frozen=True)
 class Walk(GroupPlan):
-    """A program walks through a group twice, `unroll` tiles a turn, and keeps the last `kept`.
+    """A program walks through a group twice, `unroll` tiles a turn of the loop, and keeps the last
+    `kept` tiles in registers.
 
     A tile of the backward has all the group's channels.
     """
@@ -208,7 +215,7 @@ class Walk(GroupPlan):
 
 
 class WalkTile(NamedTuple):
-    """A Walk whose tile has so many elements."""
+    """A Walk before its tile has a shape: the tile has `elements` elements."""
 
     elements: int
     threads: int
@@ -216,8 +223,9 @@ class WalkTile(NamedTuple):
     kept: int = 1
 
 
-# By the elements of a group. Larger groups do not fit in the L2 cache together: forward, 256 of
-# 262144 take 0.095 ms walked and in pieces; backward, of 163840 0.106 walked and 0.100 in pieces.
+# Tables by the largest number of elements of a group. Larger groups do not fit in the L2 cache
+# together: forward, 256 of 262144 take 0.095 ms both walked and in pieces; backward, 256 of 163840
+# take 0.106 walked and 0.100 in pieces.
 WALKS: Table[WalkTile] = {
     # 512 groups of 20480 0.014 ms, of 40960 0.028, 2048 of 65536 0.144, 256 of 131072 0.042, 512 of
     # 163840 0.105.
@@ -259,10 +267,10 @@ BACKWARD_WALKS: Table[WalkTile] = {
 LEAST_POSITIONS = 32
 
 
-def plan_walk(x: Tensor, shape: Groups, backward: bool) -> Walk | None:
-    """A walk, or None if groups are too large for it, or too few.
+def plan_walk(x: Tensor, shape: GroupedShape, backward: bool) -> Walk | None:
+    """Plan a walk, or return None if groups are too large for it, or too few.
 
-    32 groups of 65536 take 0.009 ms, in pieces 0.013; backward, in float32, 0.021 and 0.019.
+    32 groups of 65536 take 0.009 ms, and in pieces 0.013; backward, in float32, 0.021 and 0.019.
     """
     few = 5 * shape.groups < processors(x) * (1 if not backward and shape.size <= 65536 else 2)
     tile = plan_for(x, BACKWARD_WALKS if backward else WALKS, shape.size)
@@ -280,7 +288,7 @@ def plan_walk(x: Tensor, shape: Groups, backward: bool) -> Walk | None:
 
 
 def launch_walk(
-    plan: Walk, shape: Groups, x: Tensor, backward: bool, *args: Any, **options: Any
+    plan: Walk, shape: GroupedShape, x: Tensor, backward: bool, *args: Any, **options: Any
 ) -> None:
     parts = cdiv(shape.S, plan.BLOCK_S)
     tiles = parts * cdiv(shape.C_G, plan.BLOCK_C)

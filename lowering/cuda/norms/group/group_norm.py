@@ -9,11 +9,13 @@ from ....common.tensors import contiguous
 from ...partial_sums import partial_sums, summed
 from .group_cached import Walk, launch_walk, plan_walk
 from .group_pieces import Pieces, launch_channel_gradients, launch_pieces, plan_pieces
-from .group_plan import Groups
+from .group_plan import GroupedShape
 from .group_whole import WholeGroup, launch_whole_group, plan_whole_group
 
 
-def plan_group(x: Tensor, shape: Groups, backward: bool) -> WholeGroup | Walk | Pieces:
+def plan_group(x: Tensor, shape: GroupedShape, backward: bool) -> WholeGroup | Walk | Pieces:
+    """Plan whole groups if they fit in registers, else a walk if the cache holds them, else
+    pieces."""
     return (
         plan_whole_group(shape, backward)
         or plan_walk(x, shape, backward)
@@ -24,7 +26,7 @@ def plan_group(x: Tensor, shape: Groups, backward: bool) -> WholeGroup | Walk | 
 @library.kernel("group_norm", "cuda")
 def group_norm(call, y, plan):
     x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
-    shape = Groups.of(x, call.num_groups)
+    shape = GroupedShape.of(x, call.num_groups)
     plan = plan or plan_group(x, shape, False)
     if isinstance(plan, Pieces):
         launch_pieces(plan, shape, None, x, weight, bias, y, call.eps)
@@ -38,7 +40,7 @@ def group_norm(call, y, plan):
 @library.kernel("group_norm_backward", "cuda")
 def group_norm_backward(call, dx, dweight, dbias, plan):
     x, dy, weight = map(contiguous, (call.x, call.dy, call.weight))
-    shape = Groups.of(x, call.num_groups)
+    shape = GroupedShape.of(x, call.num_groups)
     plan = plan or plan_group(x, shape, True)
     if isinstance(plan, Pieces):
         moments = launch_pieces(plan, shape, dy, x, weight, None, dx, call.eps)

@@ -1,8 +1,8 @@
 """group_norm of groups too large, or too few, for a program each: in pieces, in one launch.
 
 One program reduces a tile to moments of its channels; a later one writes the tile's result, and
-finds the tile in the L2 cache. A program waits only for programs that took a ticket before it, so
-the launch ends however few of them run at the same time.
+finds the tile in the L2 cache. A program waits only for programs that took a ticket before it: the
+launch ends however few of them run at the same time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from triton.language.extra.cuda import gdc_wait
 from ....common.sizes import cdiv, next_power_of_2
 from ...launch import dependent_launch, launch, processors
 from ...row_sums import two_sums
-from .group_plan import GroupPlan, Groups, per_channel
+from .group_plan import GroupedShape, GroupPlan, per_channel
 
 
 @triton.jit
 def _place(tile, sizes, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, EVEN: tl.constexpr):
-    # A tile's group, piece of the positions, channels, address of its first element, offsets from
-    # there, and mask. EVEN: all tiles are full and need no mask.
+    # Return a tile's group, its piece of the positions, its channels, the offset of its first
+    # element (int64), offsets from there (int32), and its mask. EVEN: all tiles are full and need
+    # no mask.
     _, C_G, S, _, tiles, pieces, _, _ = sizes
     group = tile // tiles
     first_channel = tile % tiles // pieces * BLOCK_C
@@ -45,8 +46,9 @@ def _reduce(
     HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr, FOLD: tl.constexpr, ENTRIES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    # The moments of each channel in the tile: x's mean and squared deviations, and the sums of dy
-    # and of dy * (x - mean). They are made of those of FOLD neighbours, which one thread holds.
+    # Store the moments of each channel in the tile: x's mean and squared deviations from it, and
+    # the sums of dy and of dy * (x - mean). They are combined from those of FOLD neighbours, which
+    # one thread holds. `counts` is how many of the neighbours exist.
     dy_ptr, x_ptr, weight_ptr, moments_ptr, statistics_ptr, state_ptr = pointers
     G, C_G, S, groups, tiles, pieces, moment_stride, _ = sizes
     group, piece, channels, start, offsets, mask = _place(tile, sizes, BLOCK_C, BLOCK_S, EVEN)
@@ -82,6 +84,8 @@ def _reduce(
         square = tl.sum(squares + counts * deviations * deviations, 1)[:, None]
     tl.store(at, mean, mask=channels < C_G)
     tl.store(at + moment_stride, square, mask=channels < C_G)
+    # One thread of the program does the atomics: the barrier puts every thread's stores before
+    # them, and the order acq_rel makes the stores of all tiles visible to the group's last program.
     tl.debug_barrier()
     reduced = tl.atomic_add(state_ptr + 1 + group, 1, sem="acq_rel")
     if reduced == tiles - 1:
@@ -95,7 +99,8 @@ def _finish(
     pointers, group, sizes, eps,
     HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_S: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its tiles.
+    # Store a group's mean, rstd, mean(g) and mean(g * xhat), from the moments of its tiles: in a
+    # fixed order, whichever program comes last.
     _, _, weight_ptr, moments_ptr, statistics_ptr, _ = pointers
     G, C_G, S, groups, _, pieces, moment_stride, length = sizes
     C = G * C_G
@@ -181,8 +186,9 @@ def group_pieces_kernel(
 ):  # fmt: skip
     # First `ahead` tiles are reduced; then one more is reduced and one written in turn; then the
     # last `ahead` are written. state holds the next ticket, how many tiles of each group are
-    # reduced, and whether its statistics are ready. A ticket stands for the program's number,
-    # because a GPU promises no order of programs, and costs 3%.
+    # reduced, and whether its statistics are ready. A ticket, which costs 3%, takes the place of
+    # program_id: a GPU promises no order of programs, and a program may only wait for earlier ones.
+    # `ahead` is at least the tiles of a group: a tile is written after its group is reduced.
     ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
     total = groups * tiles
     turn = ticket - ahead
@@ -207,7 +213,7 @@ def group_sums_kernel(
     NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    # The gradients of weight and bias: a channel has P = samples x pieces moments.
+    # Compute the gradients of weight and bias: a channel has P = samples x pieces moments.
     if DEPENDENT:
         gdc_wait()
     C = G * C_G
@@ -244,14 +250,15 @@ class Pieces(GroupPlan):
 
 @dataclass(frozen=True)
 class Moments:
-    """Holds the sums of the tiles: moments (4, samples x pieces, C), statistics (4, groups)."""
+    """The sums of a backward: moments of the tiles, (4, samples x pieces, C), and statistics of the
+    groups, (4, groups). A forward has 2 in place of 4."""
 
     moments: Tensor
     statistics: Tensor
     pieces: int
 
 
-def plan_pieces(x: Tensor, shape: Groups, backward: bool) -> Pieces:
+def plan_pieces(x: Tensor, shape: GroupedShape, backward: bool) -> Pieces:
     # As many tiles ahead as programs run at once. In ms, for 4x320x128x128 and 64x512x64x64:
     # backward 0.059 and 0.283, half as far 0.061 and 0.319, twice as far 0.061 and 0.328, tiles of
     # 8192 0.059 and 0.339. Forward 0.036 for 4x320x128x128, with tiles of 4096 0.042.
@@ -262,10 +269,10 @@ def plan_pieces(x: Tensor, shape: Groups, backward: bool) -> Pieces:
 
 
 def launch_pieces(
-    plan: Pieces, shape: Groups, dy: Tensor | None, x: Tensor,
+    plan: Pieces, shape: GroupedShape, dy: Tensor | None, x: Tensor,
     weight: Tensor | None, bias: Tensor | None, out: Tensor | None, eps: float,
 ) -> Moments:  # fmt: skip
-    """Write y, or with dy dx, to `out`, unless that is None."""
+    """Write y or, if dy is given, dx to `out`. Without `out`, only reduce the tiles."""
     pieces = cdiv(shape.S, plan.BLOCK_S)
     tiles = cdiv(shape.C_G, plan.BLOCK_C) * pieces
     total = shape.groups * tiles
@@ -276,6 +283,7 @@ def launch_pieces(
     launch(
         group_pieces_kernel, (total if out is None else 2 * total,), x,
         dy, x, weight, bias, out, moments, statistics,
+        # The state: a replay of the call makes new zeros.
         x.new_zeros(1 + 2 * shape.groups, dtype=torch.int32),
         shape.G, shape.C_G, shape.S, shape.groups, tiles, pieces,
         total if out is None else min(total, max(tiles, plan.ahead)),
@@ -289,7 +297,7 @@ def launch_pieces(
 
 
 def launch_channel_gradients(
-    reduced: Moments, dweight: Tensor | None, dbias: Tensor | None, shape: Groups
+    reduced: Moments, dweight: Tensor | None, dbias: Tensor | None, shape: GroupedShape
 ) -> None:
     """Sum the moments of a backward's tiles into the gradients of weight and bias."""
     if dweight is None and dbias is None:

@@ -1,4 +1,5 @@
-"""x as group_norm's kernels see it, (groups, channels of a group, positions), and its tiles."""
+"""The shape of x in group_norm's kernels, (groups, channels of a group, positions), and tiles of
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ...launch import WARP_SIZE
 
 @triton.jit
 def per_channel(pointer, channels, group, G, C_G):
-    # The group's part of the address is added first: it is int64, and the same for all channels.
+    # Load a number for each channel of the group as float32. The group's part of the address is
+    # added first: it is int64, and the same for all channels.
     pointer += (group % G) * C_G
     return tl.load(pointer + channels, mask=channels < C_G, other=0.0).to(tl.float32)
 
@@ -36,8 +38,9 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """x seen as (groups, C_G, S); a sample has G groups."""
+class GroupedShape:
+    """The shape of x as (groups, C_G, S), with G groups in a sample, C_G channels in a group and S
+    positions."""
 
     groups: int
     G: int
@@ -45,7 +48,7 @@ class Groups:
     S: int
 
     @classmethod
-    def of(cls, x: Tensor, num_groups: int) -> Groups:
+    def of(cls, x: Tensor, num_groups: int) -> GroupedShape:
         groups, C_G = x.shape[0] * num_groups, x.shape[1] // num_groups
         return cls(groups, num_groups, C_G, x.numel() // (groups * C_G))
 

@@ -1,4 +1,4 @@
-"""group_norm of whole groups: a program reads one once and holds it in registers."""
+"""group_norm of whole groups: a program reads a group once and holds it in registers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ....common.sizes import next_power_of_2
 from ...launch import launch
-from .group_plan import GroupPlan, Groups, per_channel
+from .group_plan import GroupedShape, GroupPlan, per_channel
 
 
 @triton.jit
 def _tile(group, C_G, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The channels of a group's tile, the offsets of its elements, and their mask."""
+    """Return the channels of a group's tile, the offsets of its elements, and their mask."""
     channels = tl.arange(0, BLOCK_C)[:, None]
     positions = tl.arange(0, BLOCK_S)[None, :]
     mask = (channels < C_G) & (positions < S)
@@ -72,15 +72,15 @@ class WholeGroup(GroupPlan):
     """A program has a group, and the group one tile."""
 
 
-# The largest padded groups that one program holds, in elements. In ms on an H200, held whole and
-# walked: forward, 2048 groups of 8192 0.023 and 0.024, of 32768 0.084 and 0.074; backward, of 8192
-# 0.070 and 0.039.
+# The largest groups that one program holds, in elements of the padded tile. In ms on an H200, held
+# whole and walked: forward, 2048 groups of 8192 0.023 and 0.024, of 32768 0.084 and 0.074;
+# backward, of 8192 0.070 and 0.039.
 WHOLE_GROUP = 8192
 WHOLE_GROUP_BACKWARD = 4096
 
 
-def plan_whole_group(shape: Groups, backward: bool) -> WholeGroup | None:
-    """A tile for the whole group, or None if the group is too large."""
+def plan_whole_group(shape: GroupedShape, backward: bool) -> WholeGroup | None:
+    """Plan a tile for the whole group, or return None if the group is too large."""
     BLOCK_C, BLOCK_S = next_power_of_2(shape.C_G), next_power_of_2(shape.S)
     tile = BLOCK_C * BLOCK_S
     if tile > (WHOLE_GROUP_BACKWARD if backward else WHOLE_GROUP):
@@ -89,7 +89,7 @@ def plan_whole_group(shape: Groups, backward: bool) -> WholeGroup | None:
 
 
 def launch_whole_group(
-    plan: WholeGroup, shape: Groups, x: Tensor, backward: bool, *args: Any, **options: Any
+    plan: WholeGroup, shape: GroupedShape, x: Tensor, backward: bool, *args: Any, **options: Any
 ) -> None:
     kernel = group_norm_backward_kernel if backward else group_norm_kernel
     launch(kernel, (shape.groups,), x, *args, **options, **plan.options)
