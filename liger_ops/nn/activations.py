@@ -10,12 +10,12 @@ from ..ops.activations.clamped_swiglu import clamped_swiglu
 from ..ops.activations.geglu import geglu
 from ..ops.activations.relu_squared import relu_squared
 from ..ops.activations.swiglu import swiglu
-from .derived import Options, documented, no_rows
+from .derived import OptionsModule, documented, no_rows
 
 __all__ = ["GEGLU", "ClampedSwiGLU", "ReLUSquared", "SwiGLU"]
 
 
-class _GateOptions(Options):
+class _GateOptions(OptionsModule):
     def _check(self) -> None:
         self(no_rows(2))
 

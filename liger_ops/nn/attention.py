@@ -12,14 +12,14 @@ from ..ops.attention.attn_res import attn_res
 from ..ops.attention.multi_token_attention import multi_token_attention
 from ..ops.attention.neighborhood_attention import neighborhood_attention
 from ..ops.attention.windows import per_dimension
-from .derived import Options, check_size, documented, named
+from .derived import OptionsModule, check_size, documented, named
 
 __all__ = ["AttnRes", "MultiTokenAttention", "NeighborhoodAttention"]
 
 
 @documented(neighborhood_attention)
 @dataclass(eq=False, repr=False)
-class NeighborhoodAttention(Options):
+class NeighborhoodAttention(OptionsModule):
     """Attention of every query to the keys in a window around it.
 
     It has no parameters: a model's own layers project to query, key and value.

@@ -92,7 +92,7 @@ def described(names: Iterable[str], described: dict[str, str]) -> str:
     return "\n".join(f"    {', '.join(group)}: {text}" for group, text in lines)
 
 
-class Options(nn.Module):
+class OptionsModule(nn.Module):
     """A dataclass without parameters, whose fields are the options of an op, in its order."""
 
     # Whether repr shows the options that have their default values.

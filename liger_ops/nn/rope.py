@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ..ops.rope.rms_norm_rope import rms_norm_rope
 from ..ops.rope.rope import rope
-from .derived import Options, check_size, documented, named
+from .derived import OptionsModule, check_size, documented, named
 
 __all__ = ["RMSNormRope", "Rope"]
 
 
 @documented(rope)
 @dataclass(eq=False, repr=False)
-class Rope(Options):
+class Rope(OptionsModule):
     """Rotary position embedding of queries and keys.
 
     It applies the tables cos and sin, the complex cos + i sin, or the matrices, that a model's

@@ -11,7 +11,7 @@ from ..ops.dimension import over_dim
 from ..ops.softmax.log_softmax import log_softmax
 from ..ops.softmax.softmax import softmax
 from ..ops.softmax.sparsemax import sparsemax
-from .derived import Options, documented
+from .derived import OptionsModule, documented
 
 __all__ = ["LogSoftmax", "Softmax", "Sparsemax"]
 
@@ -64,7 +64,7 @@ class LogSoftmax(nn.LogSoftmax):
 
 @documented(sparsemax)
 @dataclass(eq=False, repr=False)
-class Sparsemax(Options):
+class Sparsemax(OptionsModule):
     """The projection on the probability simplex.
 
     Example:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .precision import widened
 
 
-class Rows:
+class RowStatistics:
     """The statistics over the last dimension of rows that a device has whole."""
 
     def mean(self, x: Tensor) -> Tensor:
@@ -33,10 +33,10 @@ class Rows:
         return torch.log_softmax(x, -1)
 
 
-WHOLE = Rows()
+WHOLE = RowStatistics()
 
 
-class ShardedColumns(Rows):
+class ShardedColumns(RowStatistics):
     """The statistics of rows of so many columns, of which x has a device's; `summed` and `maximum`
     are the sum and the maximum over the devices."""
 

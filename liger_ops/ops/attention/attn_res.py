@@ -8,13 +8,13 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=N * D, query=D, weight=D -> y=* D", options={"eps": AT_LEAST_0})
 def attn_res(
     x: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Attention residuals: the mean of the blocks' outputs, weighted by a softmax over the blocks.
 

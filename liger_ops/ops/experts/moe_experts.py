@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..heads.head import cast_for_products
-from .rows import ACTIVATIONS, GRADIENTS, Rows, sort
+from .rows import ACTIVATIONS, GRADIENTS, ExpertRows, sort
 
 AXES = (
     "x=T D, gate_up=E F D: x, down=E D I: x, top_k_index=T K: int, top_k_weights=T K,"
@@ -152,7 +152,7 @@ def moe_experts_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | Non
         >>> liger_ops.moe_experts_forward(x, gate_up, down, index, weights)[1:3]
         (tensor([0, 2, 1, 3], dtype=torch.int32), tensor([0, 1, 2, 3], dtype=torch.int32))
     """
-    return Rows(call, *sort(call.top_k_index, call.down.shape[0])).results()
+    return ExpertRows(call, *sort(call.top_k_index, call.down.shape[0])).results()
 
 
 @library.backward(
@@ -171,7 +171,7 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     so that the experts' results are not needed. It is not derived: that would take two more
     products, and compute all of them in float32.
     """
-    return Rows(call, call.order, call.offsets).gradients()
+    return ExpertRows(call, call.order, call.offsets).gradients()
 
 
 library.keep_dtypes_under_autocast("moe_experts_forward")

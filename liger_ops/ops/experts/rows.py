@@ -54,7 +54,7 @@ def of_biases(call: Any, dy: Tensor) -> Tensor:
     return products.gather(1, ids.where(exists, 0)).where(exists, 0.0)
 
 
-class Rows:
+class ExpertRows:
     """The rows of tokens of a call's experts: those of an expert are together, and those of
     sentinels are last. The products here are a loop over experts."""
 

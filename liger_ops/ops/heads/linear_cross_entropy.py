@@ -216,7 +216,7 @@ def linear_cross_entropy_forward(
     )  # fmt: skip
 
 
-class _Formula(PrecomputedFormula):
+class _CrossEntropyFormula(PrecomputedFormula):
     def items(self, call: Any) -> Tensor | int:
         return divisor(call, call.total_weight)
 
@@ -227,7 +227,7 @@ class _Formula(PrecomputedFormula):
     " num_items_in_batch lse lse_error total_weight dx? dweight? dbias? ... output_mask"
     " lora_x= lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x dlora_b",
     returns=GRADIENTS,
-    formula=_Formula,
+    formula=_CrossEntropyFormula,
 )
 def linear_cross_entropy_backward(call: Any) -> Any:
     """The gradient of `linear_cross_entropy_forward`.

@@ -324,7 +324,7 @@ def linear_divergence_forward(
     )  # type: ignore[return-value]
 
 
-class _Formula(PrecomputedFormula):
+class _LinearDivergenceFormula(PrecomputedFormula):
     def items(self, call: Any) -> Tensor | int:
         # Weights that are DTensors keep the shape of the tokens.
         return divisor(call, token_weights(call, call.statistics.dtype))
@@ -346,7 +346,7 @@ class _Formula(PrecomputedFormula):
     " teacher_lora_x= teacher_lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x"
     " dlora_b",
     returns=GRADIENTS,
-    formula=_Formula,
+    formula=_LinearDivergenceFormula,
 )
 def linear_divergence_backward(call: Any) -> Any:
     """The gradient of `linear_divergence_forward`.

@@ -31,21 +31,21 @@ from .scaling import scale_, scaled
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Thread(threading.local):
-    private = False
+class _PrivateGradients(threading.local):
+    active = False
 
 
-_thread = _Thread()
+_private_gradients = _PrivateGradients()
 
 
 @contextmanager
 def gradients_are_private() -> Iterator[None]:
     """Around the call of a forward op whose gradients its caller drops."""
-    before, _thread.private = _thread.private, True
+    before, _private_gradients.active = _private_gradients.active, True
     try:
         yield
     finally:
-        _thread.private = before
+        _private_gradients.active = before
 
 
 def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
@@ -80,7 +80,7 @@ class PrecomputedFormula(Formula):
     def save(self, ctx: Any, values: Sequence[Any]) -> None:
         saved = dict(zip(self.saved_names, values, strict=True))
         dtype = saved[f"{self.prefix}weight"].dtype
-        ctx.handed_over = hand_over(saved["dweight"], dtype) if _thread.private else []
+        ctx.handed_over = hand_over(saved["dweight"], dtype) if _private_gradients.active else []
         if ctx.handed_over:
             saved["dweight"] = None
         super().save(ctx, list(saved.values()))

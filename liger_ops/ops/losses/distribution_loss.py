@@ -17,7 +17,7 @@ REDUCTIONS = ("batchmean", "mean", "sum", "none")
 TINY = torch.finfo(torch.float32).tiny
 
 
-class Form(NamedTuple):
+class DistributionLoss(NamedTuple):
     """A call of one of the losses.
 
     The kinds, with P = exp(y) and Q = exp(x): "kl_div", whose y are probabilities, is KL(y || Q);
@@ -57,7 +57,7 @@ def within(call: Any) -> Tensor | None:
     return None if call.shift_labels is None else call.shift_labels != call.ignore_index
 
 
-def value(form: Form) -> Tensor:
+def value(form: DistributionLoss) -> Tensor:
     """The loss, in float32, or in float64 if one of the tensors is."""
     terms = _terms(form.kind, *_operands(form), form.scalar)
     if form.within is not None:
@@ -67,7 +67,7 @@ def value(form: Form) -> Tensor:
     return terms.sum() / form.divisor
 
 
-def gradients(call: Any, form: Form) -> tuple[Tensor | None, ...]:
+def gradients(call: Any, form: DistributionLoss) -> tuple[Tensor | None, ...]:
     """The gradients of x and y that a backward's call asks for, rounded once."""
     slopes = _slopes(form.kind, *_operands(form), form.scalar)
     factor = call.dloss.to(slopes[0].dtype) / form.divisor
@@ -83,7 +83,7 @@ def gradients(call: Any, form: Form) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
-def _operands(form: Form) -> tuple[Tensor, Tensor]:
+def _operands(form: DistributionLoss) -> tuple[Tensor, Tensor]:
     """x and y in the dtype of the arithmetic, 0 where a row does not count: there they may be NaN,
     which would make gradients NaN."""
     x, y = widened(form.x), widened(form.y)

@@ -165,7 +165,7 @@ def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     return tuple(results)  # type: ignore[return-value]
 
 
-class _Formula(autograd.Formula):
+class _DivergenceFormula(autograd.Formula):
     def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
         if call.known_student_lse is not None and any(ctx.needs_input_grad):
             raise ValueError(
@@ -180,7 +180,7 @@ class _Formula(autograd.Formula):
     "ddivergence student_logits teacher_logits target divergence student_share student_lse"
     " teacher_lse student_lse_error teacher_lse_error ... output_mask -> dstudent_logits"
     " dteacher_logits",
-    formula=_Formula,
+    formula=_DivergenceFormula,
 )
 def divergence_backward(call: Any) -> Any:
     """The gradients of `divergence`. With s the student_share:

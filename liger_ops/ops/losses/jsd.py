@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import FRACTION
 from . import distribution_loss
-from .distribution_loss import Form, within
+from .distribution_loss import DistributionLoss, within
 from .divergence import limit
 
 
@@ -91,6 +91,8 @@ def jsd_backward(call: Any) -> Any:
     return distribution_loss.gradients(call, form(call))
 
 
-def form(call: Any) -> Form:
+def form(call: Any) -> DistributionLoss:
     kind, tokens = limit("jsd", call.beta), math.prod(call.input.shape[:-1])
-    return Form(kind, call.input, call.target, call.beta, "batchmean", tokens, within(call))
+    return DistributionLoss(
+        kind, call.input, call.target, call.beta, "batchmean", tokens, within(call)
+    )

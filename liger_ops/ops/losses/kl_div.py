@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import FINITE_AT_LEAST_0
 from . import distribution_loss
-from .distribution_loss import REDUCTIONS, TINY, Form
+from .distribution_loss import REDUCTIONS, TINY, DistributionLoss
 
 
 @library.define(
@@ -85,6 +85,6 @@ def kl_div_backward(call: Any) -> Any:
     return distribution_loss.gradients(call, form(call))
 
 
-def form(call: Any) -> Form:
+def form(call: Any) -> DistributionLoss:
     kind, eps = "forward_kl" if call.log_target else "kl_div", max(call.eps, TINY)
-    return Form(kind, call.input, call.target, eps, call.reduction, call.input.shape[0])
+    return DistributionLoss(kind, call.input, call.target, eps, call.reduction, call.input.shape[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import library
 from . import distribution_loss
-from .distribution_loss import REDUCTIONS, Form, within
+from .distribution_loss import REDUCTIONS, DistributionLoss, within
 
 
 @library.define(
@@ -76,6 +76,6 @@ def tvd_backward(call: Any) -> Any:
     return distribution_loss.gradients(call, form(call))
 
 
-def form(call: Any) -> Form:
+def form(call: Any) -> DistributionLoss:
     tokens = math.prod(call.p.shape[:-1])
-    return Form("tvd", call.p, call.q, 0.0, call.reduction, tokens, within(call))
+    return DistributionLoss("tvd", call.p, call.q, 0.0, call.reduction, tokens, within(call))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 from .rms_norm import CASTING_MODES, scaled
 
 
@@ -21,7 +21,7 @@ from .rms_norm import CASTING_MODES, scaled
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a residual and normalise the sum by its root mean square, over the last dimension.
 
@@ -60,7 +60,7 @@ def fused_add_rms_norm(
 
 
 def _norm_and_sum(
-    s: Tensor, weight: Tensor | None, eps: float, offset: float, *, rows: Rows = WHOLE
+    s: Tensor, weight: Tensor | None, eps: float, offset: float, *, rows: RowStatistics = WHOLE
 ) -> tuple[Tensor, Tensor]:
     """The results as functions of the sum, whose gradient is that of x and that of residual."""
     return scaled(s, weight, eps, offset, "gemma", rows), s

@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTING_MODES = ("llama", "gemma")
@@ -24,7 +24,7 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     norm_before_gate: bool = True, group_size: int | torch.SymInt | None = None,
     activation: str = "silu", casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension, before or after a gate.
 

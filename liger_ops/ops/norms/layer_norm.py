@@ -8,13 +8,13 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N, weight=N, bias=N -> y=* N", options={"eps": AT_LEAST_0})
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Layer normalisation over the last dimension.
 
@@ -51,7 +51,9 @@ def layer_norm(
     return affine(x, weight, bias, eps, rows).to(x.dtype).contiguous()
 
 
-def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: Rows) -> Tensor:
+def affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowStatistics
+) -> Tensor:
     """The result of `layer_norm` before it is rounded to x.dtype."""
     xhat = standardised(widened(x), eps, rows)
     if weight is not None:
@@ -61,7 +63,7 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ro
     return xhat
 
 
-def standardised(x: Tensor, eps: float, rows: Rows = WHOLE) -> Tensor:
+def standardised(x: Tensor, eps: float, rows: RowStatistics = WHOLE) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the last dimension."""
     centred = x - rows.mean(x)
     return centred * torch.rsqrt(rows.mean(centred * centred) + eps)

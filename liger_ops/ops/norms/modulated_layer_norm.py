@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 from .layer_norm import affine
 from .modulation import modulated
 
@@ -22,7 +22,7 @@ CASTING_MODES = ("torch", "float32")
 def modulated_layer_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-6, casting_mode: str = "torch",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Layer normalisation over the last dimension, with an adaptive scale and shift (AdaLN).
 

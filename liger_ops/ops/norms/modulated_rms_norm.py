@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 from .modulation import modulated
 from .rms_norm import scaled
 
@@ -22,7 +22,7 @@ CASTING_MODES = ("llama", "gemma", "none", "float32")
 def modulated_rms_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension, with an adaptive scale and shift.
 

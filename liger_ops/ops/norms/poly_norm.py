@@ -8,13 +8,13 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N, weight=3, bias=1 -> y=* N", options={"eps": AT_LEAST_0})
 def poly_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6,
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """The PolyNorm activation: normalised powers of x, weighted and added.
 

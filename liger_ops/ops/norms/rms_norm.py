@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -21,7 +21,7 @@ CASTING_MODES = ("llama", "gemma", "none")
 def rms_norm(
     x: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension.
 
@@ -71,7 +71,7 @@ def rms_norm(
 
 def scaled(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str,
-    rows: Rows = WHOLE,
+    rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
     """The result of `rms_norm` before it is rounded to x.dtype."""
     if casting_mode == "none":
@@ -87,7 +87,7 @@ def scaled(
 
 
 @library.backward("rms_norm", "dy x weight eps offset output_mask -> dx dweight")
-def rms_norm_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
+def rms_norm_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
     """The gradient of `rms_norm`, in every casting mode, in float32, rounded once.
 
     With g = dy * (weight + offset):

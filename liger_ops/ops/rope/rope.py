@@ -129,7 +129,7 @@ def rope_backward(call: Any) -> Any:
     return tuple(rotated(dy, *tables) if wanted else None for dy, wanted in pairs)
 
 
-class Pairs(NamedTuple):
+class PairLayout(NamedTuple):
     """Whether the pairs are interleaved, instead of halves, in each tensor. The tables matter if
     they have a number per element."""
 
@@ -138,11 +138,13 @@ class Pairs(NamedTuple):
     tables: bool
 
 
-def pairs_of(sin: Tensor | None, interleaved: bool, deinterleave: bool, backward: bool) -> Pairs:
+def pairs_of(
+    sin: Tensor | None, interleaved: bool, deinterleave: bool, backward: bool
+) -> PairLayout:
     """The pairs of what a rotation reads and writes; in the backward x is dy, and y is dx."""
     given = interleaved or sin is None
     result = given and not deinterleave
-    return Pairs(result, given, result) if backward else Pairs(given, result, result)
+    return PairLayout(result, given, result) if backward else PairLayout(given, result, result)
 
 
 def rotated_columns(cos: Tensor, sin: Tensor | None, per_pair: bool) -> int:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ... import library
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N -> y=* N")
-def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
+def log_softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
     """The logarithm of softmax over the last dimension.
 
         y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
@@ -44,7 +44,7 @@ def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
 
 
 @library.backward("log_softmax", "dy y -> dx")
-def log_softmax_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
+def log_softmax_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
     """The gradient of `log_softmax`, from its result.
 
     dx = dy - exp(y) * sum(dy, -1)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ... import library
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N -> y=* N")
-def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
+def softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
     """Softmax over the last dimension.
 
         y = exp(x - max(x, -1)) / sum(exp(x - max(x, -1)), -1)
@@ -44,7 +44,7 @@ def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
 
 
 @library.backward("softmax", "dy y -> dx")
-def softmax_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
+def softmax_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
     """The gradient of `softmax`, from its result.
 
     dx = y * (dy - sum(dy * y, -1))

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .... import library
 from ....ops.losses import jsd, kl_div, tvd
-from ....ops.losses.distribution_loss import Form
+from ....ops.losses.distribution_loss import DistributionLoss
 from ..tensors import flat
 
-FORMS: dict[str, Callable[[Any], Form]] = {
+FORMS: dict[str, Callable[[Any], DistributionLoss]] = {
     "kl_div": kl_div.form, "jsd": jsd.form, "tvd": tvd.form,
 }  # fmt: skip
 
@@ -54,5 +54,5 @@ def register(
             launch_backward(form, _within(form), grad, dx, dy, plan)
 
 
-def _within(form: Form) -> Tensor | None:
+def _within(form: DistributionLoss) -> Tensor | None:
     return None if form.within is None else flat(form.within).float()

@@ -1,5 +1,5 @@
 """Arithmetic of kl_div, jsd and tvd that the kernels of both devices share. The kinds are those of
-`ops.distribution_loss.Form`."""
+`ops.distribution_loss.DistributionLoss`."""
 
 import triton
 import triton.language as tl
