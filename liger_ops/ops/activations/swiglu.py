@@ -16,7 +16,7 @@ def swiglu(
     gate: Tensor, up: Tensor | None = None,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """SwiGLU: up, gated by the SiLU of gate.
+    """Apply SwiGLU: multiply up by the SiLU of gate.
 
         z = gate * gate_multiplier
         y = z * sigmoid(z) * up * down_multiplier
@@ -45,7 +45,8 @@ def swiglu(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape or a device is not as above, or the width of a packed gate is odd.
+        ValueError: gate and up have different shapes, the width of a packed gate is odd, or the
+            devices differ.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 
@@ -60,7 +61,7 @@ def swiglu(
 
 @library.backward("swiglu", "dy gate up ... output_mask -> dgate dup")
 def swiglu_backward(call: Any) -> Any:
-    """The gradient of `swiglu`.
+    """Compute the gradient of `swiglu`.
 
     With z = gate * gate_multiplier and s = sigmoid(z):
 

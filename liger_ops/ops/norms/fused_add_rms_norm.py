@@ -30,7 +30,7 @@ def fused_add_rms_norm(
 
     s is rounded to the dtype of PyTorch's x + residual, and the rounded s is normalised: on a CPU
     the results are bit for bit those of `rms_norm(x + residual, ...)`. See `rms_norm` for the
-    casting modes, the precision, autocast, and the other arguments.
+    casting modes, the precision and autocast.
 
     The backward adds the gradient of s to the norm's gradient in the same kernel. Only s and weight
     are saved for it, not x and residual.
@@ -48,7 +48,8 @@ def fused_add_rms_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+        ValueError: x and residual have different shapes, weight is not (N,), the devices differ,
+            eps is negative, offset is not 0 without a weight, or casting_mode is unknown.
 
     Example:
         >>> y, s = liger_ops.fused_add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]))
@@ -62,7 +63,10 @@ def fused_add_rms_norm(
 def _norm_and_sum(
     s: Tensor, weight: Tensor | None, eps: float, offset: float, *, rows: RowStatistics = WHOLE
 ) -> tuple[Tensor, Tensor]:
-    """The results as functions of the sum, whose gradient is that of x and that of residual."""
+    """Compute the results from the sum s, whose gradient is the gradient of x and of residual.
+
+    The casting mode is "gemma", which rounds nothing: the gradient is the equation's in every mode.
+    """
     return scaled(s, weight, eps, offset, "gemma", rows), s
 
 
@@ -79,7 +83,7 @@ def _setup_context(ctx: Any, call: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.options = (call.eps, call.offset)
     ctx.x_dtype, ctx.residual_dtype = call.x.dtype, call.residual.dtype
     ctx.save_for_backward(s, call.weight)
-    # The sum of the last layer has no other user: its gradient is then None, instead of zeros.
+    # Nothing may use the sum, as in a model's last layer. Its gradient is then None and not zeros.
     ctx.set_materialize_grads(False)
 
 

@@ -16,7 +16,7 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Layer normalisation over the last dimension.
+    """Apply layer normalisation over the last dimension.
 
         y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
 
@@ -40,7 +40,8 @@ def layer_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device or eps is not as above.
+        ValueError: x has no dimension, weight or bias is not (N,), the devices differ, or eps is
+            negative.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
 
@@ -54,7 +55,7 @@ def layer_norm(
 def affine(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowStatistics
 ) -> Tensor:
-    """The result of `layer_norm` before it is rounded to x.dtype."""
+    """Compute the result of `layer_norm`, without rounding it to x.dtype."""
     xhat = standardised(widened(x), eps, rows)
     if weight is not None:
         xhat = xhat * weight.to(xhat.dtype)
@@ -64,7 +65,7 @@ def affine(
 
 
 def standardised(x: Tensor, eps: float, rows: RowStatistics = WHOLE) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the last dimension."""
+    """Return (x - mean) / sqrt(var + eps), of each row."""
     centred = x - rows.mean(x)
     return centred * torch.rsqrt(rows.mean(centred * centred) + eps)
 

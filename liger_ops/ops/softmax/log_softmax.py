@@ -14,12 +14,12 @@ from ..rows import WHOLE, RowStatistics
 
 @library.define(axes="x=* N -> y=* N")
 def log_softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
-    """The logarithm of softmax over the last dimension.
+    """Compute the logarithm of softmax over the last dimension.
 
         y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
 
     y is computed in float32 and rounded once, to x.dtype. As in PyTorch, an element of -inf gives
-    -inf; a row that is all -inf, or that has inf or NaN in it, gives NaN.
+    -inf; a row that is all -inf, or that contains inf or NaN, gives NaN.
 
     The gradient is computed from y, in float32, and rounded once; only y is saved.
 
@@ -45,7 +45,7 @@ def log_softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
 
 @library.backward("log_softmax", "dy y -> dx")
 def log_softmax_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
-    """The gradient of `log_softmax`, from its result.
+    """Compute the gradient of `log_softmax` from its result.
 
     dx = dy - exp(y) * sum(dy, -1)
     """

@@ -14,12 +14,12 @@ from ..rows import WHOLE, RowStatistics
 
 @library.define(axes="x=* N -> y=* N")
 def softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
-    """Softmax over the last dimension.
+    """Apply softmax over the last dimension.
 
         y = exp(x - max(x, -1)) / sum(exp(x - max(x, -1)), -1)
 
     y is computed in float32 and rounded once, to x.dtype. As in PyTorch, an element of -inf gives
-    0; a row that is all -inf, or that has inf or NaN in it, gives NaN.
+    0; a row that is all -inf, or that contains inf or NaN, gives NaN.
 
     The gradient is computed from y, in float32, and rounded once; only y is saved.
 
@@ -45,7 +45,7 @@ def softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
 
 @library.backward("softmax", "dy y -> dx")
 def softmax_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
-    """The gradient of `softmax`, from its result.
+    """Compute the gradient of `softmax` from its result.
 
     dx = y * (dy - sum(dy * y, -1))
     """
