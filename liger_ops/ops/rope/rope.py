@@ -23,8 +23,8 @@ def axes_of_call(call: Any, axes: str) -> str:
     """
     q, k = (call.q, call.k) if hasattr(call, "q") else (call.dq, call.dk)
     if k.shape[1] == 1 != q.shape[1]:
-        # With q's heads sharded, a single head of k would be replicated, and the rule would take its
-        # result for a part of a sum over the devices. An "H" is not sharded.
+        # With q's heads sharded, a single head of k would be replicated, and the rule would take
+        # its result for a part of a sum over the devices. An "H" is not sharded.
         axes = axes.replace("b h", "b H")
     matrix = "" if call.sin is not None or call.cos.tensor_meta.dtype.is_complex else " M M"
     leading = len(call.cos.shape) - len(matrix.split()) - bool(call.sections) - 2
