@@ -1,4 +1,4 @@
-"""Modules for the activations of MLPs."""
+"""Activations of MLPs, as modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SwiGLU(_GateOptions):
 @documented(clamped_swiglu)
 @dataclass(eq=False, repr=False)
 class ClampedSwiGLU(_GateOptions):
-    """SwiGLU with clamped inputs, as in GPT-OSS.
+    """The SwiGLU activation with clamped inputs, as in GPT-OSS.
 
     Example:
         >>> pairs = torch.tensor([9.0, -9.0, 1.0, 1.0])

@@ -23,8 +23,9 @@ __all__ = ["LinearDivergence", "LinearLogProb", "LinearTopKDivergence"]
 @documented(linear_log_prob)
 @dataclass(eq=False, repr=False)
 class LinearLogProb(LossModule):
-    """The log-probability of each token's target, and the entropy, for the logits of a linear head,
-    computed in chunks without keeping the logits.
+    """The log-probability of each token's target, and the entropy, of a linear head.
+
+    The logits are computed in chunks and not kept.
 
     Example:
         >>> head = torch.nn.Linear(8, 4, bias=False)
@@ -56,8 +57,9 @@ class LinearLogProb(LossModule):
 @documented(linear_divergence)
 @dataclass(eq=False, repr=False)
 class LinearDivergence(LossModule):
-    """The divergence of a student's head from its teacher's, mixed with the cross-entropy of
-    labels, computed in chunks without keeping the logits of either.
+    """The divergence of a student's head from its teacher's, mixed with cross-entropy.
+
+    The logits of both are computed in chunks and not kept.
 
     Example:
         >>> head = torch.nn.Linear(8, 2, bias=False)
@@ -108,8 +110,10 @@ class LinearDivergence(LossModule):
 @documented(linear_top_k_divergence)
 @dataclass(eq=False, repr=False)
 class LinearTopKDivergence(LossModule):
-    """The divergence of a student's head from a teacher that lists some words of each token with
-    their log-probabilities, computed in chunks without keeping the logits.
+    """The divergence of a student's head from a teacher that lists some words of each token.
+
+    The teacher gives the log-probabilities of these words. The student's logits are computed in
+    chunks and not kept.
 
     Example:
         >>> head = torch.nn.Linear(8, 4, bias=False)

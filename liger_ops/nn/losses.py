@@ -19,8 +19,11 @@ __all__ = ["JSD", "TVD", "Divergence", "KLDiv", "LogProb", "RouterLosses"]
 
 
 class LossModule(OptionsModule):
-    """The options of a loss, of which repr shows those that differ from their defaults. By default
-    it is a loss of two tensors."""
+    """A loss with options. repr shows the options that differ from their defaults.
+
+    The check of the options calls the loss with two tensors: a loss of other arguments overrides
+    `_check`.
+    """
 
     shows_defaults: ClassVar[bool] = False
 
@@ -33,7 +36,8 @@ class LossModule(OptionsModule):
 class KLDiv(LossModule):
     """The Kullback-Leibler divergence of log-probabilities from a target.
 
-    `torch.nn.KLDivLoss` and Liger-Kernel's module have the reduction "mean" by default.
+    The default reduction is "batchmean"; that of `torch.nn.KLDivLoss` and of Liger-Kernel's module
+    is "mean".
 
     Example:
         >>> p = torch.tensor([[0.5, 0.5, 0.0]])

@@ -1,4 +1,4 @@
-"""Softmax, its logarithm, and sparsemax, as modules."""
+"""Softmax, log-softmax and sparsemax, as modules."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LogSoftmax(nn.LogSoftmax):
 @documented(sparsemax)
 @dataclass(eq=False, repr=False)
 class Sparsemax(OptionsModule):
-    """The projection on the probability simplex.
+    """Sparsemax: the Euclidean projection on the probability simplex.
 
     Example:
         >>> liger_ops.nn.Sparsemax()(torch.tensor([[0.5, 1.0, -1.0]]))

@@ -50,8 +50,8 @@ def narrowed(lora_x: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Tensor
         == dtype
     ):
         return x, b
-    # The rounded numbers occur twice, and are cast twice, so that autograd adds the two gradients in
-    # the wider dtype.
+    # The rounded numbers occur twice. They are cast twice, so that autograd adds the two gradients
+    # in the wider dtype.
     xs = x, _rest(lora_x, x), lora_x.to(dtype)
     return torch.cat(xs, -1), torch.cat([b, lora_b.to(dtype), _rest(lora_b, b)], -1)
 
@@ -62,8 +62,8 @@ def _rest(wide: Tensor, rounded: Tensor) -> Tensor:
     It is a constant to autograd: the gradient of the rounded numbers is that of the wide ones.
     """
     rest = wide.detach() - rounded.detach()
-    # A number that overflows is inf in `rounded`. Its rest, -inf or NaN, is set to 0: with it, the sum
-    # of the products would be NaN.
+    # A number that overflows is inf in `rounded`. Its rest, -inf or NaN, is set to 0: with it, the
+    # sum of the products would be NaN.
     return rest.nan_to_num(0.0, 0.0, 0.0).to(rounded.dtype)
 
 

@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _PrivateGradients(threading.local):
-    """Whether the caller of a forward op, in this thread, drops the op's gradients."""
+    """A flag of each thread: the caller of the current forward op drops the op's gradients."""
 
     active = False
 

@@ -78,7 +78,7 @@ def cross_entropy(
     Raises:
         TypeError: logits, weight or token_weight is not floating point, target is not int64 or
             int32, or num_items_in_batch is bool or complex.
-        ValueError: logits have no classes; target or token_weight does not have the shape of the
+        ValueError: logits has no class; target or token_weight does not have the shape of the
             tokens, weight is not (V,), or num_items_in_batch is not (); the devices differ; an
             option is outside its range; num_items_in_batch is given with another reduction than
             "mean"; or weight, token_weight or num_items_in_batch requires a gradient.

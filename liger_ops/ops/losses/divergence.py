@@ -86,7 +86,7 @@ def divergence(
 
     Raises:
         TypeError: the logits are not floating point, or target is not int64 or int32.
-        ValueError: the logits have different shapes or no classes, target does not have the shape
+        ValueError: the logits have different shapes or no class, target does not have the shape
             of the tokens, the devices differ, or an option is outside its range or unknown.
 
     Source: Lin, "Divergence measures based on the Shannon entropy", 1991; Agarwal et al.,

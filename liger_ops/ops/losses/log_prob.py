@@ -60,8 +60,8 @@ def log_prob(
         log_prob, entropy: of target's shape; float32, or float64 if the logits are.
 
     Raises:
-        TypeError: logits are not floating point, or target is not int64 or int32.
-        ValueError: logits have no classes, target does not have the shape of the tokens, the
+        TypeError: logits is not floating point, or target is not int64 or int32.
+        ValueError: logits has no class, target does not have the shape of the tokens, the
             devices differ, or temperature, softcap or logit_scale is not above 0 and finite.
         IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
             gives NaN; neither reads out of bounds.

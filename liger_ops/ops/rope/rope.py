@@ -137,9 +137,9 @@ def rope_backward(call: Any) -> Any:
 
 
 class PairLayout(NamedTuple):
-    """Whether pairs are interleaved, or in halves, in each tensor of a rotation.
+    """The layout of pairs in each tensor of a rotation: True for interleaved, False for halves.
 
-    x is the tensor that is read, and y the tensor that is written. `tables` says it of cos and sin
+    x is the tensor that is read, and y the tensor that is written. `tables` is for a cos and sin
     with a number per element.
     """
 

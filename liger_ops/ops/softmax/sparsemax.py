@@ -14,7 +14,7 @@ from ..precision import widened
 
 @library.compose
 def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
-    """Project on the probability simplex along a dimension, in the Euclidean norm.
+    """Apply sparsemax along a dimension: the Euclidean projection on the probability simplex.
 
         y = max(x - tau, 0), with the tau for which sum(y, dim) = 1
 
