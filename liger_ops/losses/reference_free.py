@@ -25,8 +25,8 @@ def orpo_loss(
         P = exp(mean of log_prob over a response's tokens),  odds = P / (1 - P)
         loss = alpha * nll - beta * mean over the pairs of log s(log(odds_w / odds_l))
 
-    nll is the mean of -log_prob over the tokens of the chosen responses in nll_mask. A pair in which
-    a response has no kept token has no odds: it gives zero, and still counts in the mean.
+    nll is the mean of -log_prob over the tokens of the chosen responses in nll_mask. A pair with a
+    response without kept tokens has no odds: it gives zero, and still counts in the mean.
 
     Args:
         log_prob, mask: as for `dpo_loss`.

@@ -103,6 +103,7 @@ def of_sequences(
 
 def length_weights(tokens: Tensor, mask: Tensor, ld_alpha: float) -> Tensor:
     """Return 1 for tokens up to the length of the pair's shorter response, else ld_alpha."""
+    # Repeated: the shorter length of a pair is for both of its responses.
     shared = torch.minimum(*halves(tokens)).repeat(2)
     weights = torch.full_like(mask, ld_alpha, dtype=tokens.dtype)
     return weights.masked_fill(mask.cumsum(-1) <= shared[:, None], 1.0)

@@ -29,7 +29,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
     Everything is computed in float32 and rounded once. Model code rounds `gelu(gate)` to its dtype
     before the product. In float32 and float64 both results are the same; in half precision they
-    differ by one rounding, and y is the closer one to the equation.
+    differ by one rounding, and y is closer to the equation.
 
     If one projection returns gate and up as the halves of one tensor (packed), pass that tensor as
     gate, without up. It is read without a copy, and its gradient is one tensor. Two views of the

@@ -23,7 +23,7 @@ def swiglu(
 
     Everything is computed in float32 and rounded once. Model code rounds to its dtype after every
     operation, among them `silu(gate)` before the product. In float32 and float64 both results are
-    the same; in half precision they differ by one or two roundings, and y is the closer one to the
+    the same; in half precision they differ by one or two roundings, and y is closer to the
     equation.
 
     If one projection returns gate and up as the halves of one tensor (packed; Phi3, GLM4), pass it

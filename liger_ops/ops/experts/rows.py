@@ -102,6 +102,7 @@ class ExpertRows:
         biases = [None] * self.E if bias is None else bias.unbind()
         parts = zip(x.split(self.sizes), weight.unbind(), biases, strict=False)
         if is_eager(x, weight):
+            # Each product is written to its rows of y, where cat would copy all of them.
             y = x.new_empty(x.shape[0], weight.shape[1])
             *outputs, sentinels = y.split(self.sizes)
             sentinels.zero_()

@@ -40,6 +40,7 @@ def chunks(
         return
     fitting = max(1, most // row_bytes)
     unit = TILE if fitting >= TILE else 1
+    # As few slices as possible, then the same number of rows in each, rounded up to whole tiles.
     count = int(-(-M // (fitting // unit * unit)))
     rows = -(-M // (count * unit)) * unit
     for i in range(count):

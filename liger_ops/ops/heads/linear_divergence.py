@@ -308,11 +308,11 @@ def linear_divergence_forward(
     )
     divergences, losses, statistics, entropies = [], [], [], []
     for chunk, part, student, teacher, targets in chunks_of_logits(call):
-        value, loss, found = values_of(call, student, teacher, targets)
+        value, loss, chunk_statistics = values_of(call, student, teacher, targets)
         divergences.append(value.to(weights.dtype))
         if loss is not None:
             losses.append(loss.to(weights.dtype))
-        statistics.append(found.to(weights.dtype))
+        statistics.append(chunk_statistics.to(weights.dtype))
         if call.return_entropy:
             entropies.append(entropy_of(call, student, targets).to(weights.dtype))
         if any(call.gradient_mask):

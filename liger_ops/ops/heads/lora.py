@@ -68,7 +68,7 @@ def _rest(wide: Tensor, rounded: Tensor) -> Tensor:
 
 
 def _check(
-    op: str, x: Tensor, x_name: str, name: str, tensor: Tensor | None, other: str, form: str,
+    op: str, x: Tensor, x_name: str, name: str, tensor: Tensor | None, other: str, meaning: str,
     shape: Sequence[int],
 ) -> None:  # fmt: skip
     if tensor is None:
@@ -80,4 +80,6 @@ def _check(
             f"{op}: {name} must be on {x_name}'s device, {x.device}, got {tensor.device}"
         )
     if tuple(tensor.shape) != tuple(shape) or tensor.dim() != 2:
-        raise ValueError(f"{op}: {name} must be {form}, {tuple(shape)}, got {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{op}: {name} must be {meaning}, {tuple(shape)}, got {tuple(tensor.shape)}"
+        )

@@ -115,6 +115,7 @@ def mhc_coeffs_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     logits = product * rstd * _factors(rows, hc, *alphas) + call.b.to(rows.dtype)
     pre, post, res = _split(logits, hc)
     h_res = _sinkhorn(res, call.tmax, call.sinkhorn_eps)
+    # Only the coefficients are differentiable; product and rstd are saved for the backward.
     return (
         torch.sigmoid(pre) + call.pre_eps, torch.sigmoid(post) * call.post_mult,
         h_res.contiguous(), product.detach(), rstd.detach().squeeze(-1),

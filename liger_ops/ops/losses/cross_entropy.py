@@ -201,6 +201,8 @@ def cross_entropy_backward(call: Any) -> Any:
         call, upstream_of_tokens(call), lse, *weights, within, class_sum, V
     )
     if is_eager(x):
+        # lse_error goes into the tokens' factor: subtracted from x, it would take another pass over
+        # the logits.
         soft = soft * torch.exp(-call.lse_error.to(x.dtype))
         dx = (x - lse.unsqueeze(-1)).exp_().mul_(soft.unsqueeze(-1))
     else:
@@ -391,6 +393,6 @@ def gradient_factors(
 def _entropy(x: Tensor, within: Tensor) -> Tensor:
     log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)
-    # A class of probability 0 adds nothing, though its logarithm is -inf.
+    # A class of probability 0 adds 0, although its logarithm is -inf.
     entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
     return torch.where(within, entropy, 0.0)

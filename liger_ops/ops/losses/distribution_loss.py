@@ -59,40 +59,40 @@ def within(call: Any) -> Tensor | None:
     return None if call.shift_labels is None else call.shift_labels != call.ignore_index
 
 
-def value(form: DistributionLoss) -> Tensor:
+def value(loss: DistributionLoss) -> Tensor:
     """Compute the loss, in float32, or in float64 if one of the tensors is."""
-    terms = _terms(form.kind, *_operands(form), form.scalar)
-    if form.within is not None:
-        terms = torch.where(form.within.unsqueeze(-1), terms, 0.0)
-    if form.reduction == "none":
+    terms = _terms(loss.kind, *_operands(loss), loss.scalar)
+    if loss.within is not None:
+        terms = torch.where(loss.within.unsqueeze(-1), terms, 0.0)
+    if loss.reduction == "none":
         return terms.contiguous()
-    return terms.sum() / form.divisor
+    return terms.sum() / loss.divisor
 
 
-def gradients(call: Any, form: DistributionLoss) -> tuple[Tensor | None, ...]:
+def gradients(call: Any, loss: DistributionLoss) -> tuple[Tensor | None, ...]:
     """Return the gradients of x and y that a backward's call asks for, rounded once."""
-    slopes = _slopes(form.kind, *_operands(form), form.scalar)
-    factor = call.dloss.to(slopes[0].dtype) / form.divisor
-    found: list[Tensor | None] = []
-    for wanted, slope, x in zip(call.output_mask, slopes, (form.x, form.y), strict=True):
+    slopes = _slopes(loss.kind, *_operands(loss), loss.scalar)
+    factor = call.dloss.to(slopes[0].dtype) / loss.divisor
+    results: list[Tensor | None] = []
+    for wanted, slope, x in zip(call.output_mask, slopes, (loss.x, loss.y), strict=True):
         gradient = None
         if wanted:
             gradient = factor * slope
-            if form.within is not None:
-                gradient = torch.where(form.within.unsqueeze(-1), gradient, 0.0)
+            if loss.within is not None:
+                gradient = torch.where(loss.within.unsqueeze(-1), gradient, 0.0)
             gradient = gradient.to(x.dtype).contiguous()
-        found.append(gradient)
-    return tuple(found)
+        results.append(gradient)
+    return tuple(results)
 
 
-def _operands(form: DistributionLoss) -> tuple[Tensor, Tensor]:
+def _operands(loss: DistributionLoss) -> tuple[Tensor, Tensor]:
     """Return x and y in the dtype of the arithmetic, and 0 in the rows that do not count.
 
     Those rows may be NaN, which would make gradients NaN.
     """
-    x, y = widened(form.x), widened(form.y)
-    if form.within is not None:
-        x, y = (torch.where(form.within.unsqueeze(-1), tensor, 0.0) for tensor in (x, y))
+    x, y = widened(loss.x), widened(loss.y)
+    if loss.within is not None:
+        x, y = (torch.where(loss.within.unsqueeze(-1), tensor, 0.0) for tensor in (x, y))
     return x, y
 
 

@@ -191,6 +191,7 @@ def _rotated(
         for table in _of_pairs(cos, sin, per_pair, pairs.tables)
     )
     if backward:
+        # The matrix of a pair, [[cos_a, -sin_a], [sin_b, cos_b]], transposed.
         sin_a, sin_b = -sin_b, -sin_a
     a, b = _split(wide[..., :R], pairs.x)
     y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, pairs.y)
@@ -215,6 +216,7 @@ def _of_pairs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tables' numbers per pair: cos of the first and second elements, then their sin."""
     if holds_matrices(cos, sin):
+        # A matrix is [[cos_a, -sin_a], [sin_b, cos_b]].
         return cos[..., 0, 0], cos[..., 1, 1], -cos[..., 0, 1], cos[..., 1, 0]
     if sin is None:
         cos, sin, per_pair = cos.real, cos.imag, True

@@ -76,10 +76,13 @@ def sparsemax_forward(x: Tensor) -> Tensor:
     top = ordered[..., :1]
     gaps = ordered - top
     sizes = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=wide.dtype)
+    # tau is at least the maximum less 1. An element further below is outside the support, and the
+    # value to which its gap is clamped has no effect.
     sums = gaps.clamp(min=-1).cumsum(-1)
     inside = 1 + sizes * gaps > sums
     size = inside.sum(-1, keepdim=True)
     threshold = (torch.where(inside, gaps, 0.0).sum(-1, keepdim=True) - 1) / size
+    # So far without a gradient: it found the support. tau is computed again, with one.
     below = (wide - top).clamp(min=-1)
     # The comparison is negated so that NaN counts as inside the support, and makes tau NaN.
     support = ~(below <= threshold)
