@@ -173,8 +173,8 @@ def check_types(
         check_choice("dpo_loss", "loss_type", name, PAIR_LOSSES)
     if not types or len(weights) != len(types):
         raise ValueError(
-            "dpo_loss: loss_weights must hold a number for each loss type, of which there must be"
-            f" one, got {len(weights)} for {len(types)}"
+            "dpo_loss: loss_weights must hold a number for each loss type, at least one, got"
+            f" {len(weights)} for {len(types)}"
         )
     for weight in weights:
         check_number("dpo_loss", "loss_weights", weight)

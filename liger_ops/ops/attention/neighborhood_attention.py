@@ -92,7 +92,7 @@ def neighborhood_attention(
         >>> liger_ops.neighborhood_attention(query, query, value, 3).flatten()
         tensor([0.5000, 1.0000, 2.0000, 2.5000])
         >>> liger_ops.neighborhood_attention(query, query, value, 3, border="shifted").flatten()
-        tensor([1., 1., 2., 2.])
+        tensor([1.0000, 1.0000, 2.0000, 2.0000])
     """
     query, key, value = cast_for_products(query, key, value)
     options = (dilation, is_causal, border, scale)

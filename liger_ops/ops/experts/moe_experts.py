@@ -46,7 +46,7 @@ def moe_experts(
     rounded to x's dtype, as by model code. The sum over k is in float32, in k's order, and rounded
     once. Each gradient is summed in float32 in an order that does not change between runs.
 
-    With gate_up_lora_a and gate_up_lora_b, the first product is of
+    With gate_up_lora_a and gate_up_lora_b, the weight of the first product is
 
         gate_up[e] + gate_up_lora_scale * gate_up_lora_b[e] @ gate_up_lora_a[e]
 
@@ -59,10 +59,10 @@ def moe_experts(
     parameter's gradient is contiguous.
 
     The forward sorts the ids by expert, stably and on the device; nothing waits for the device, and
-    every size is known from the arguments' shapes. For the backward, x is kept, h in the order of
-    the experts, and a number of 4 bytes for each of the T * K rows. With `recompute` h is not kept,
-    and its product is computed again. a(h) and the experts' results are never kept. Nothing is kept
-    if no gradient is needed.
+    every size is known from the arguments' shapes. For the backward it keeps x, h in the order of
+    the experts, and a number of 4 bytes for each of the T * K rows. With `recompute` it does not
+    keep h, and the backward computes that product again. a(h) and the experts' results are never
+    kept. Nothing is kept if no gradient is needed.
 
     Kernels run on NVIDIA GPUs and NPUs. An NPU's products are torch_npu's npu_grouped_matmul, which
     takes at most 1024 experts, and rows of less than 65536 elements. CPUs and float64 run the
@@ -95,8 +95,8 @@ def moe_experts(
         (T, D), contiguous, of x's dtype.
 
     Raises:
-        TypeError: a tensor is not floating point, or does not have x's dtype; or top_k_index is not
-            int32 or int64.
+        TypeError: a tensor is not floating point, or a weight, bias or LoRA does not have x's
+            dtype; or top_k_index is not int32 or int64.
         ValueError: the shapes do not fit together, one tensor of a LoRA is given without the other,
             the devices differ, activation is unknown, limit is negative, or interleaved is True
             with "relu_squared".

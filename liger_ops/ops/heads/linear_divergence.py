@@ -132,7 +132,7 @@ def linear_divergence(
     backward takes a part of the tokens at a time.
 
     Memory, beside the results and the gradients: one chunk of logits of the student and one of the
-    teacher, of at most chunk_bytes together or one row or column of each, five float32 numbers per
+    teacher, of at most chunk_bytes together or one row or column of each, eight float32 numbers per
     token, and the accum_dtype sum of the gradient of student_weight, or of student_x. The
     definition, which runs on a CPU and for float64, holds several float32 copies of the chunk. The
     number of chunks changes only the rounding of the result.

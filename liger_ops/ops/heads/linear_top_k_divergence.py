@@ -96,8 +96,8 @@ def linear_top_k_divergence(
     Raises:
         TypeError: x, teacher_log_prob, lora_a or lora_b is not floating point, weight or bias does
             not have x's dtype, or teacher_ids or target is not int64 or int32.
-        ValueError: the shapes do not fit together, no word is listed, or weight has no classes; one
-            of lora_a and lora_b is given without the other; the devices differ; kind or tail is
+        ValueError: the shapes do not fit together, K is 0, or weight has no classes; one of
+            lora_a and lora_b is given without the other; the devices differ; kind or tail is
             unknown; tail is "zero" with reverse_kl; beta is not from 0 to 1; temperature, softcap
             or logit_scale is not above 0 and finite; chunk_bytes is below 1; or accum_dtype is
             neither float32 nor x's dtype.

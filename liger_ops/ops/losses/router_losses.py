@@ -31,7 +31,7 @@ def router_losses(
         z_loss = sum_lt w_t * log(sum_e exp(x_lte))**2 / W
 
     The first is `load_balancing_loss_func` of transformers, whose attention_mask is token_weight.
-    They differ for equal logits, of which here the first count as the largest. f_e has no gradient.
+    They differ for equal logits: here the first of them count as the largest. f_e has no gradient.
     If all weights are 0, the losses are NaN. A token of weight 0 has a gradient of exactly 0,
     whatever its logits are.
 

@@ -18,8 +18,8 @@ AXES = "q=b h s D, k=b h' s D: q, cos=?: any, sin=?: any -> q=b h s D, k=b h' s 
 def axes_of_call(call: Any, axes: str) -> str:
     """Return the axes line of a call of `rope` or `rms_norm_rope`, or of their backwards.
 
-    It puts the axes of the call's tables in the place of each "?". It is given a call of DTensor
-    specs, of which `tensor_meta` holds the dtype.
+    It puts the axes of the call's tables in the place of each "?". The tensors of the call are
+    DTensor specs, whose dtype is in `tensor_meta`.
     """
     q, k = (call.q, call.k) if hasattr(call, "q") else (call.dq, call.dk)
     if k.shape[1] == 1 != q.shape[1]:
