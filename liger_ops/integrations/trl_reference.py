@@ -44,8 +44,8 @@ def install(replaced: Replaced) -> None:
             continue
         cls = getattr(module, trainer, None)
         if cls is not None and hasattr(module, CREATE):
-            replaced.set(module, CREATE, _fused_as_the_policy(getattr(module, CREATE)))
-            replaced.set(cls, "__init__", _of_a_policy(cls.__init__))
+            replaced.set(module, CREATE, _fusing_like_policy(getattr(module, CREATE)))
+            replaced.set(cls, "__init__", _recording_policy(cls.__init__))
 
 
 def fused_parts(model: nn.Module) -> dict[str, bool]:
@@ -63,7 +63,7 @@ def fused_parts(model: nn.Module) -> dict[str, bool]:
     }
 
 
-def _fused_as_the_policy(create: Callable[..., Any]) -> Callable[..., Any]:
+def _fusing_like_policy(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that loads the reference model: fuse its result as the policy is fused."""
 
     @functools.wraps(create)
@@ -77,7 +77,7 @@ def _fused_as_the_policy(create: Callable[..., Any]) -> Callable[..., Any]:
     return created
 
 
-def _of_a_policy(init: Callable[..., None]) -> Callable[..., None]:
+def _recording_policy(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a trainer's constructor: set `_policy`, and warn if ref_model is fused otherwise."""
     signature = inspect.signature(init)
 

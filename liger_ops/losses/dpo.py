@@ -12,7 +12,15 @@ from .checks import check_choice, check_number, check_per_sequence
 from .f_divergences import F_DIVERGENCES
 from .outputs import PreferenceOutput
 from .pair_losses import OF_DIFFERENCES, PAIR_LOSSES, SMOOTHED, SORTED, PairOptions, Pairs
-from .sequences import Sequences, batch_mean, check_pairs, halves, nll, of_reference, of_sequences
+from .sequences import (
+    Sequences,
+    batch_mean,
+    check_pairs,
+    halves,
+    nll,
+    reference_values,
+    sequence_values,
+)
 
 
 def dpo_loss(
@@ -101,9 +109,11 @@ def dpo_loss(
     check_factors(types, log_prob, reward_shift, pair_weight)
 
     mask = mask != 0
-    policy = of_sequences("dpo_loss", log_prob, mask, average_log_prob, ld_alpha)
-    ref = of_reference("dpo_loss", log_prob, mask, ref_log_prob, policy, average_log_prob, ld_alpha)
-    pairs = pairs_of(
+    policy = sequence_values("dpo_loss", log_prob, mask, average_log_prob, ld_alpha)
+    ref = reference_values(
+        "dpo_loss", log_prob, mask, ref_log_prob, policy, average_log_prob, ld_alpha
+    )
+    pairs = pair_values(
         log_prob, mask, policy, ref, average_log_prob, f_divergence_type, f_alpha_divergence_coef
     )
     shift = reward_shift.detach() if isinstance(reward_shift, Tensor) else reward_shift or 0.0
@@ -133,7 +143,7 @@ def sum_of_losses(
     return total
 
 
-def pairs_of(
+def pair_values(
     log_prob: Tensor, mask: Tensor, policy: Sequences, ref: Tensor, is_average: bool,
     f_divergence_type: str, alpha: float,
 ) -> Pairs:  # fmt: skip

@@ -150,7 +150,7 @@ def grpo_loss(
 
     mask = mask != 0
     values = kept(widened(log_prob), mask)
-    ratios = ratios_of(values, advantages, mask, old_log_prob, vllm_is_ratio, level)
+    ratios = compute_ratios(values, advantages, mask, old_log_prob, vllm_is_ratio, level)
     losses = POLICY_TERMS[loss_type](ratios, options)
     if policy_mask is not None:
         losses = losses.masked_fill(column(policy_mask) == 0, 0.0)
@@ -177,10 +177,11 @@ def grpo_loss(
     )  # fmt: skip
 
 
-def ratios_of(
+def compute_ratios(
     values: Tensor, advantages: Tensor, mask: Tensor, old_log_prob: Tensor | None,
     vllm_is_ratio: Tensor | None, level: str,
 ) -> Ratios:  # fmt: skip
+    """Return the values from which the policy term is computed."""
     old = values if old_log_prob is None else kept(old_log_prob.to(values.dtype), mask)
     log_ratio = values - old.detach()
     ratio = log_importance(log_ratio, mask, level).exp()

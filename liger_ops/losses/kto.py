@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_number, check_per_sequence, check_tensor
 from .outputs import UnpairedPreferenceOutput
-from .sequences import batch_mean, check_batch, of_reference, of_sequences
+from .sequences import batch_mean, check_batch, reference_values, sequence_values
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -67,8 +67,8 @@ def kto_loss(
     check_number("kto_loss", "desirable_weight", desirable_weight, at_least=0)
     check_number("kto_loss", "undesirable_weight", undesirable_weight, at_least=0)
     mask = mask != 0
-    policy = of_sequences("kto_loss", log_prob, mask, average_log_prob)
-    ref = of_reference("kto_loss", log_prob, mask, ref_log_prob, policy, average_log_prob)
+    policy = sequence_values("kto_loss", log_prob, mask, average_log_prob)
+    ref = reference_values("kto_loss", log_prob, mask, ref_log_prob, policy, average_log_prob)
     logratio = policy.log_prob - ref
     point = reference_point(loss_type, kl, log_prob, logratio)
     is_desirable = preference_labels != 0
@@ -123,6 +123,6 @@ def kto_kl(log_prob: Tensor, mask: Tensor, ref_log_prob: Tensor) -> Tensor:
     check_batch("kto_kl", log_prob, mask)
     check_tensor("kto_kl", "ref_log_prob", ref_log_prob)
     mask = mask != 0
-    policy = of_sequences("kto_kl", log_prob.detach(), mask, False)
-    ref = of_reference("kto_kl", log_prob, mask, ref_log_prob, policy, False)
+    policy = sequence_values("kto_kl", log_prob.detach(), mask, False)
+    ref = reference_values("kto_kl", log_prob, mask, ref_log_prob, policy, False)
     return batch_mean((policy.log_prob - ref).masked_fill(policy.tokens == 0, 0.0)).clamp(min=0)

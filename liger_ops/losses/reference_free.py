@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from .checks import check_choice, check_mask, check_number, check_values
 from .outputs import PreferenceOutput
 from .pair_losses import smoothed
-from .sequences import batch_mean, check_pairs, halves, nll, of_sequences
+from .sequences import batch_mean, check_pairs, halves, nll, sequence_values
 
 
 def orpo_loss(
@@ -199,7 +199,7 @@ def pair_loss(
         nll_log_prob = log_prob
     else:
         check_values(function, "nll_log_prob", nll_log_prob, like=log_prob)
-    sequences = of_sequences(function, log_prob, mask, average)
+    sequences = sequence_values(function, log_prob, mask, average)
     chosen, rejected = halves(sequences.log_prob)
     counts = torch.stack(halves(sequences.tokens))
     present = (counts > 0).all(0) if needs_both else (counts > 0).any(0)

@@ -72,7 +72,7 @@ def sequence_log_prob(
     """
     check = check_batch if ld_alpha is None else check_pairs
     check("sequence_log_prob", log_prob, mask)
-    return of_sequences(
+    return sequence_values(
         "sequence_log_prob", log_prob, mask != 0, average_log_prob, ld_alpha
     ).log_prob
 
@@ -89,9 +89,10 @@ def check_pairs(function: str, log_prob: Any, mask: Any) -> None:
         raise ValueError(f"{text}, got an odd batch, of shape {tuple(log_prob.shape)}")
 
 
-def of_sequences(
+def sequence_values(
     function: str, log_prob: Tensor, mask: Tensor, average: bool, ld_alpha: float | None = None
 ) -> Sequences:
+    """Sum log_prob over the kept tokens of each sequence, or average it."""
     values = kept(widened(log_prob), mask)
     tokens = token_counts(mask, values.dtype)
     if ld_alpha is not None:
@@ -109,7 +110,7 @@ def length_weights(tokens: Tensor, mask: Tensor, ld_alpha: float) -> Tensor:
     return weights.masked_fill(mask.cumsum(-1) <= shared[:, None], 1.0)
 
 
-def of_reference(
+def reference_values(
     function: str, log_prob: Tensor, mask: Tensor, ref_log_prob: Any, policy: Sequences,
     average: bool, ld_alpha: float | None = None,
 ) -> Tensor:  # fmt: skip
@@ -121,7 +122,7 @@ def of_reference(
         return ref_log_prob.detach().to(policy.log_prob.dtype)
     check_values(function, "ref_log_prob", ref_log_prob, like=log_prob)
     ref = ref_log_prob.detach().to(policy.log_prob.dtype)
-    return of_sequences(function, ref, mask, average, ld_alpha).log_prob
+    return sequence_values(function, ref, mask, average, ld_alpha).log_prob
 
 
 def nll(log_prob: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

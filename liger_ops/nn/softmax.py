@@ -7,7 +7,7 @@ from numbers import Integral
 
 from torch import Tensor, nn
 
-from ..ops.dimension import over_dim
+from ..ops.dimension import along_dim
 from ..ops.softmax.log_softmax import log_softmax
 from ..ops.softmax.softmax import softmax
 from ..ops.softmax.sparsemax import sparsemax
@@ -36,7 +36,7 @@ class Softmax(nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return over_dim("Softmax", "input", softmax, input, self.dim)
+        return along_dim("Softmax", "input", softmax, input, self.dim)
 
 
 @documented(log_softmax, input="x")
@@ -59,7 +59,7 @@ class LogSoftmax(nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return over_dim("LogSoftmax", "input", log_softmax, input, self.dim)
+        return along_dim("LogSoftmax", "input", log_softmax, input, self.dim)
 
 
 @documented(sparsemax)

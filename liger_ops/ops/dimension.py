@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-def over_dim(
+def along_dim(
     owner: str, argument: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int
 ) -> Tensor:
     """Apply an op of the last dimension along dimension `dim`.

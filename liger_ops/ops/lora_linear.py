@@ -90,7 +90,7 @@ def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
         >>> liger_ops.lora_linear_forward(x, weight, a, b, 0.5)
         (tensor([[4.5000, 4.5000, 4.5000, 4.5000]]), tensor([[3.]]))
     """
-    rows = _input(call)
+    rows = _input_rows(call)
     lora_x = F.linear(rows.to(call.a.dtype), call.a)
     y = F.linear(rows, call.weight, call.bias)
     y = _add_product(y, lora_x, call.b.t(), call.scale)
@@ -109,7 +109,7 @@ def lora_linear_backward(call: Any) -> Any:
     dy, lora_x, dtype = rows_of(call.dy), rows_of(call.lora_x), call.a.dtype
     x, second_order = None, is_differentiated()
     if wanted_weight or wanted_a or second_order:
-        x = _input(call)
+        x = _input_rows(call)
     if x is not None and second_order:
         # The saved lora_x is a constant to autograd. A second derivative reaches x and a through
         # their product, which is computed again for it.
@@ -138,7 +138,7 @@ def lora_linear_backward(call: Any) -> Any:
     return dx, dweight, da, db, dbias, dup
 
 
-def _input(call: Any) -> Tensor:
+def _input_rows(call: Any) -> Tensor:
     """Return the layer's input as rows: x, or the activation of x and up."""
     if call.up is None:
         return rows_of(call.x)

@@ -145,7 +145,7 @@ def _effective(call: Any, student: Tensor, teacher: Tensor, target: Tensor | Non
     ]
 
 
-def _of_divergence(call: Any, student: Tensor, teacher: Tensor) -> dict[str, Any]:
+def _divergence_args(call: Any, student: Tensor, teacher: Tensor) -> dict[str, Any]:
     """Return arguments of `divergence`: its options, and both logits, padded to all classes.
 
     A class that one side lacks gets the probability 0 there, or for cosine the logit 0.
@@ -166,7 +166,7 @@ def values_of(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the divergence and the cross-entropy of each token, and the statistics."""
     z, teacher_z = _effective(call, student, teacher, target)
-    divergence, *others = _DIVERGENCE(target=target, **_of_divergence(call, z, teacher_z))
+    divergence, *others = _DIVERGENCE(target=target, **_divergence_args(call, z, teacher_z))
     loss, of_labels = None, [torch.zeros_like(divergence)] * 2
     if target is not None:
         loss, _, lse, *_, error = _LOSS(z, target, ignore_index=call.ignore_index, reduction="none")
@@ -199,7 +199,7 @@ def dlogits_of(
     if soft is not None:
         # With None for the forward's results, the definition of the backward computes them itself.
         saved = dict.fromkeys(RESULTS.split())
-        options = {**_of_divergence(call, z, teacher_z), **saved, "output_mask": [True, False]}
+        options = {**_divergence_args(call, z, teacher_z), **saved, "output_mask": [True, False]}
         dz = _DIVERGENCE_GRADIENT(ddivergence=soft, target=target, **options)[0][..., : z.shape[-1]]
     if hard is not None:
         assert target is not None

@@ -145,7 +145,7 @@ def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
         >>> liger_ops.divergence_forward(torch.zeros(1, 4), torch.zeros(1, 4))[2]
         tensor([1.3863])
     """
-    x, y, within = _kept(call)
+    x, y, within = _scaled_logits(call)
     if call.kind == "cosine":
         value, student_share, *lses = cosine.cosines(x, y)
         errors = [torch.zeros_like(value) for _ in lses]
@@ -199,15 +199,15 @@ def divergence_backward(call: Any) -> Any:
     of the forward's results are used: the logits may be those of a part of the classes, and the
     results those of all. The definition computes the results again only for their derivatives.
     """
-    x, y, within = _kept(call)
+    x, y, within = _scaled_logits(call)
     if call.kind == "cosine":
         _, *computed = cosine.cosines(x, y)
         known = (call.student_share, call.student_lse, call.teacher_lse)
-        slopes = cosine.slopes(x, y, *map(valued, known, computed))
+        slopes = cosine.slopes(x, y, *map(with_derivative, known, computed))
     else:
         errors = (call.student_lse_error, call.teacher_lse_error)
         rows = zip((x, y), (call.student_lse, call.teacher_lse), errors, strict=True)
-        log_q, log_p = (log_softmax_of(z, *_valued_lse(z, *lse)) for z, *lse in rows)
+        log_q, log_p = (log_softmax_of(z, *_lse_with_derivative(z, *lse)) for z, *lse in rows)
         slopes = _slopes(log_p, log_q, call)
     gradients: list[Tensor | None] = []
     logits = (call.student_logits, call.teacher_logits)
@@ -236,7 +236,7 @@ def _temperatures(call: Any) -> tuple[float, float]:
     return call.temperature, call.teacher_temperature or call.temperature
 
 
-def _kept(call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _scaled_logits(call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return both logits / temperature, and whether each token counts.
 
     The logits of an ignored token are replaced by 0: they may be NaN, which would make the gradient
@@ -272,7 +272,7 @@ def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor
     return (1 - beta) * q * (log_q - log_m), beta * p * (log_p - log_m)
 
 
-def valued(known: Tensor | None, computed: Tensor) -> Tensor:
+def with_derivative(known: Tensor | None, computed: Tensor) -> Tensor:
     """Return `known`, with the derivatives of `computed`.
 
     `computed` may be over a part of the classes, where the known value is over all.
@@ -292,12 +292,12 @@ def _lse(x: Tensor, known: Tensor | None, known_error: Tensor | None) -> tuple[T
     return known.clone(), known_error.clone()
 
 
-def _valued_lse(
+def _lse_with_derivative(
     x: Tensor, known: Tensor | None, known_error: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return lse and its error, as `_lse` does, with the derivatives of the lse of x."""
     lse, error = logsumexp(x)
-    return valued(known, lse), error if known_error is None else known_error
+    return with_derivative(known, lse), error if known_error is None else known_error
 
 
 def _slopes(log_p: Tensor, log_q: Tensor, call: Any) -> tuple[Tensor, Tensor]:
@@ -306,8 +306,8 @@ def _slopes(log_p: Tensor, log_q: Tensor, call: Any) -> tuple[Tensor, Tensor]:
     student, teacher = shares(log_p, log_q, kind, call.beta)
     p, q = log_p.exp(), log_q.exp()
     teacher_share = None if share is None else call.divergence - share
-    of_student = valued(share, student.sum(-1)).unsqueeze(-1)
-    of_teacher = valued(teacher_share, teacher.sum(-1)).unsqueeze(-1)
+    of_student = with_derivative(share, student.sum(-1)).unsqueeze(-1)
+    of_teacher = with_derivative(teacher_share, teacher.sum(-1)).unsqueeze(-1)
     return (
         q - p if kind == "forward_kl" else student - q * of_student,
         p - q if kind == "reverse_kl" else teacher - p * of_teacher,

@@ -114,7 +114,7 @@ def log_prob_forward(call: Any) -> Results:
         >>> liger_ops.log_prob_forward(torch.zeros(1, 4), torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    x, within = _kept(call)
+    x, within = _scaled_logits(call)
     maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
     log_prob = picked(x, call.target, call.ignore_index, "log_prob") - maximum - log_sum
@@ -147,7 +147,7 @@ def log_prob_backward(call: Any) -> Any:
     and dlogits_i = 0 for an ignored token. The logits may be those of a part of the classes, with
     the lse and the entropy of all.
     """
-    x, within = _kept(call)
+    x, within = _scaled_logits(call)
     cap, scale = tempered(call.temperature, call.softcap, call.logit_scale)
     entropy = call.entropy.to(x.dtype).unsqueeze(-1)
     log_p = log_softmax_of(x, call.lse, call.lse_error)
@@ -179,7 +179,7 @@ def tempered(
     return None if softcap is None else softcap / temperature, logit_scale / temperature
 
 
-def _kept(call: Any) -> tuple[Tensor, Tensor]:
+def _scaled_logits(call: Any) -> tuple[Tensor, Tensor]:
     """Return x, and whether each token counts.
 
     The logits of an ignored token are replaced by 0: they may be NaN, which would make the gradient

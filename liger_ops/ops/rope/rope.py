@@ -187,8 +187,8 @@ def _rotated(
     R = rotated_columns(cos, sin, per_pair)
     pairs = pairs_of(sin, interleaved, deinterleave, backward)
     cos_a, cos_b, sin_a, sin_b = (
-        _of_all_heads(table, sections).to(wide.dtype)
-        for table in _of_pairs(cos, sin, per_pair, pairs.tables)
+        _for_all_heads(table, sections).to(wide.dtype)
+        for table in _numbers_per_pair(cos, sin, per_pair, pairs.tables)
     )
     if backward:
         # The matrix of a pair, [[cos_a, -sin_a], [sin_b, cos_b]], transposed.
@@ -211,7 +211,7 @@ def _joined(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
 
 
-def _of_pairs(
+def _numbers_per_pair(
     cos: Tensor, sin: Tensor | None, per_pair: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tables' numbers per pair: cos of the first and second elements, then their sin."""
@@ -225,7 +225,7 @@ def _of_pairs(
     return *_split(cos, interleaved), *_split(sin, interleaved)
 
 
-def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
+def _for_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
     """Combine the tables of the sections, and add a dimension for the heads."""
     if sections is not None:
         parts = enumerate(table.split(sections, -1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..dimension import over_dim
+from ..dimension import along_dim
 from ..precision import widened
 
 
@@ -48,7 +48,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
         >>> liger_ops.sparsemax(torch.tensor([[0.5, 1.0, -1.0]]))
         tensor([[0.2500, 0.7500, 0.0000]])
     """
-    return over_dim("sparsemax", "x", sparsemax_forward, x, dim)
+    return along_dim("sparsemax", "x", sparsemax_forward, x, dim)
 
 
 @library.define(axes="x=* N -> y=* N")
