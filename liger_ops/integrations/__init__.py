@@ -1,2 +1,4 @@
-"""The ops behind functions of projects that users come from, one file each. None is imported unless
-it is asked for."""
+"""The ops behind functions of other projects, one file for each project.
+
+No file is imported until the user imports it.
+"""

@@ -1,4 +1,4 @@
-"""Attributes of other projects' modules that an integration replaces, and puts back."""
+"""Replacing attributes of other projects' modules, and restoring them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Replaced:
-    """The replaced attributes; it is true while there are any."""
+    """A list of replaced attributes, with their original values; true while there are any."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[ModuleType, str, Any]] = []
@@ -16,11 +16,11 @@ class Replaced:
         return bool(self._originals)
 
     def set(self, module: ModuleType, name: str, value: Any) -> None:
-        """Replace an attribute that the module has."""
+        """Replace an existing attribute of the module."""
         self._originals.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
     def undo(self) -> None:
-        """Put every original back."""
+        """Restore every attribute, the last one first."""
         while self._originals:
             setattr(*self._originals.pop())

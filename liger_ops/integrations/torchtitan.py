@@ -1,16 +1,16 @@
-"""Overrides for torchtitan's configurations: norms, feed-forwards, experts and the loss by ops.
+"""Overrides for torchtitan's configurations: norms, feed-forwards, experts and the loss, by ops.
 
-torchtitan replaces a part of a model or of a trainer by an override that is named on its command
-line, before it builds, parallelises and compiles the model:
+torchtitan replaces a part of a model or of a trainer by an override. The command line names the
+overrides, which apply before torchtitan builds, parallelises and compiles the model:
 
     --override.imports liger_ops.integrations.torchtitan.rms_norm,\\
         liger_ops.integrations.torchtitan.swiglu,\\
         liger_ops.integrations.torchtitan.grouped_experts,\\
         liger_ops.integrations.torchtitan.cross_entropy
 
-Parameters keep their names, so that checkpoints are the same, and so do the arguments of each
-forward, by which torchtitan finds their shardings. Under tensor parallelism the loss of sharded
-words is `liger_ops.distributed.cross_entropy`.
+Parameters keep their names, so that checkpoints are the same. The arguments of each forward keep
+their names too: by these torchtitan finds the arguments' shardings. Under tensor parallelism, the
+loss of a sharded vocabulary is `liger_ops.distributed.cross_entropy`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["cross_entropy", "grouped_experts", "rms_norm", "swiglu"]
 
 
 class LigerRMSNorm(RMSNorm):
-    """torchtitan's RMSNorm, by the op `rms_norm`: computed in float32, and rounded once."""
+    """torchtitan's RMSNorm, computed by the op `rms_norm` in float32, and rounded once."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -53,7 +53,7 @@ class LigerRMSNorm(RMSNorm):
 
 
 class LigerFeedForward(FeedForward):
-    """torchtitan's FeedForward, with the product of silu(w1(x)) and w3(x) by the op `swiglu`."""
+    """torchtitan's FeedForward. The op `swiglu` computes silu(w1(x)) * w3(x)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
@@ -64,9 +64,10 @@ class LigerFeedForward(FeedForward):
 
 
 class LigerGroupedExperts(GroupedExperts):
-    """torchtitan's GroupedExperts, with the activation of all experts' rows by the op `swiglu`.
+    """torchtitan's GroupedExperts. The op `swiglu` computes the activation of all experts' rows.
 
-    The products are torchtitan's, in bfloat16. With its type checks so is the activation.
+    The products are torchtitan's, in bfloat16. If torchtitan's type checks run, its own forward is
+    called, without the op.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -79,8 +80,8 @@ class LigerGroupedExperts(GroupedExperts):
         ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def product(rows: Tensor, weight: Tensor) -> Tensor:
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
-            return self._grouped_mm(A=rows, B_t=own.bfloat16().transpose(-2, -1), offs=ends)
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            return self._grouped_mm(A=rows, B_t=local.bfloat16().transpose(-2, -1), offs=ends)
 
         rows = x_RD.bfloat16()
         hidden = liger_ops.swiglu(product(rows, self.w1_EFD), product(rows, self.w3_EFD))
@@ -103,11 +104,12 @@ class LigerCrossEntropyLoss(titan.CrossEntropyLoss):
 def summed_cross_entropy(
     pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = None
 ) -> Tensor:
-    """The sum over tokens of the cross-entropy of logits (B, S, V), float32.
+    """Compute the sum over tokens of the cross-entropy of logits (B, S, V), in float32.
 
-    Logits are a tensor, or the rank's words of a vocabulary that is sharded over "tp": a DTensor
-    with the backend "partial_dtensor", a tensor with "spmd_types". Any other layout gets
-    torchtitan's own function, and so do its type checks and the backend "full_dtensor".
+    Logits are a whole tensor, or the rank's words of a vocabulary that is sharded over "tp": a
+    DTensor with the backend "partial_dtensor", a tensor with "spmd_types". torchtitan's own
+    function computes the loss for any other layout, under its type checks, and with the backend
+    "full_dtensor".
     """
     words = (Shard(pred.ndim - 1),)
     if (
@@ -128,7 +130,7 @@ def summed_cross_entropy(
     return liger_ops.cross_entropy(logits, target, **options)
 
 
-# `exact`: a subclass has another forward, or other numbers.
+# `exact`, because a subclass may have another forward, or compute other values.
 @override(target=RMSNorm.Config, exact=True, description="RMSNorm by liger_ops.rms_norm")
 def rms_norm(config: Any) -> Any:
     """Compute every RMSNorm by `liger_ops.rms_norm`."""
@@ -149,5 +151,5 @@ def grouped_experts(config: Any) -> Any:
 
 @override(target=titan.CrossEntropyLoss.Config, exact=True, description="liger_ops.cross_entropy")
 def cross_entropy(config: Any) -> Any:
-    """Compute the loss, of a chunk of tokens too, by `liger_ops.cross_entropy`."""
+    """Compute the loss by `liger_ops.cross_entropy`, also that of a chunk of tokens."""
     return derive(config, LigerCrossEntropyLoss.Config)

@@ -1,4 +1,4 @@
-"""`moe_experts` behind transformers' name of an experts implementation, "liger".
+"""`moe_experts` as an experts implementation of transformers, by the name "liger".
 
     from liger_ops.integrations import transformers as liger_transformers
 
@@ -21,19 +21,19 @@ __all__ = ["install", "uninstall"]
 def install() -> None:
     """Register "liger" with transformers' `ALL_EXPERTS_FUNCTIONS`, for this process.
 
-    A model has it by `experts_implementation="liger"` when it is loaded, and later by
-    `model.set_experts_implementation("liger")`. Its experts are then computed by `moe_experts`,
-    whatever the layout of their weights, with biases and with the sentinels of expert parallelism.
+    A model uses it if it is loaded with `experts_implementation="liger"`, or after
+    `model.set_experts_implementation("liger")`. `moe_experts` then computes its experts, whatever
+    the layout of their weights, also with biases and with the sentinels of expert parallelism.
     Under autocast the op's inputs are cast as those of a linear layer are.
 
-    The activation is recognised from the code of the module's `_apply_gate`, once a module. Experts
-    with another activation than the op's, or with a norm after them, raise ValueError with the
-    reason when they are called.
+    The activation is recognised from the code of the module's `_apply_gate`, once per module.
+    Experts with an activation that the op lacks, or with a norm after them, raise ValueError with
+    the reason when they are called.
 
-    `uninstall` undoes it. Installing twice is installing once.
+    `uninstall` undoes it. A second call does nothing more.
 
     Raises:
-        ImportError: transformers is not installed, or has no such registry.
+        ImportError: transformers is not installed, or has no `ALL_EXPERTS_FUNCTIONS`.
 
     Example:
         >>> from liger_ops.integrations import transformers

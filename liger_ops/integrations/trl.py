@@ -1,8 +1,8 @@
 """The ops behind TRL's functions for log-probabilities and divergences of tokens.
 
 TRL's trainers compute log-probabilities from hidden states, in chunks of logits, by
-`trl.kernels.ChunkedLogProbFunction`, and from logits by `selective_log_softmax_and_entropy`; the
-divergence of a student from a teacher, by `ChunkedDivergenceFunction`.
+`trl.kernels.ChunkedLogProbFunction`, and from logits by `selective_log_softmax_and_entropy`. They
+compute the divergence of a student from a teacher by `ChunkedDivergenceFunction`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _replaced = Replaced()
 
 
 def install() -> None:
-    """Put `linear_log_prob`, `log_prob` and `linear_divergence` behind TRL's trainers, for this
-    process.
+    """Let TRL's trainers use `linear_log_prob`, `log_prob` and `linear_divergence`.
+
+    It applies to this process.
 
     SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer compute log-probabilities and
     entropies from hidden states by `ChunkedLogProbFunction`, which is replaced in
@@ -36,15 +37,15 @@ def install() -> None:
     The results are TRL's up to rounding; torch.compile sees one operator for each.
 
     If the model of a DPOTrainer, KTOTrainer, GRPOTrainer or RLOOTrainer was given to `fuse`, the
-    reference model that the trainer loads is fused too, in the same parts. For another ref_model
-    than the trainer's own, which is not fused as the model is, the trainer warns.
+    reference model that the trainer loads is fused too, in the same parts. The trainer warns if its
+    argument ref_model is not fused as the model is.
 
     TRL's own functions still serve a head in another dtype than the hidden states without autocast,
     a logit_scale that is not positive, hidden states and heads on two devices, a student and a
     teacher on two devices or with vocabularies of different length, and heads that DeepSpeed's
     ZeRO-3 partitions.
 
-    `uninstall` undoes it. Installing twice is installing once.
+    `uninstall` undoes it. A second call does nothing more.
 
     Raises:
         ImportError: TRL is not installed.
@@ -71,23 +72,26 @@ def install() -> None:
                 f"liger_ops.integrations.trl.install: {path} must have {name}, which TRL 1.16 has;"
                 " this version does not"
             )
-    own = {"own": getattr(utils, CHUNKED)}
-    _replaced.set(utils, CHUNKED, type("LogProb", (ChunkedLogProb,), own))
-    own = {"own": getattr(distillation, DIVERGENCE)}
-    _replaced.set(distillation, DIVERGENCE, type("Divergence", (ChunkedDivergence,), own))
-    # It needs triton, and TRL imports it only where that is installed.
+    fields = {"own": getattr(utils, CHUNKED)}
+    _replaced.set(utils, CHUNKED, type("LogProb", (ChunkedLogProb,), fields))
+    fields = {"own": getattr(distillation, DIVERGENCE)}
+    _replaced.set(distillation, DIVERGENCE, type("Divergence", (ChunkedDivergence,), fields))
+    # TRL imports this function only where triton is installed.
     if hasattr(utils, FUSED):
         _replaced.set(utils, FUSED, fused_log_prob)
     trl_reference.install(_replaced)
 
 
 def uninstall() -> None:
-    """Put TRL's own functions back; nothing if `install` was not called."""
+    """Restore TRL's own functions. Does nothing if `install` was not called."""
     _replaced.undo()
 
 
 class ChunkedLogProb:
-    """Stands for `ChunkedLogProbFunction`, which is `own`; only `apply` is called."""
+    """Replacement of `ChunkedLogProbFunction`, of which trainers call `apply` alone.
+
+    `own` is TRL's class, which serves the heads that the op does not take.
+    """
 
     own: Any = None
 
@@ -97,9 +101,9 @@ class ChunkedLogProb:
         temperature: float, chunk_size: int, final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0, outputs: tuple[str, ...] = ALL_OUTPUTS,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """log_prob, and each of ALL_OUTPUTS or None, as `ChunkedLogProbFunction.apply`.
+        """Return log_prob, and each of ALL_OUTPUTS or None, as `ChunkedLogProbFunction.apply` does.
 
-        chunk_size is for TRL's own function: `linear_log_prob` sizes its chunks by bytes.
+        Only TRL's own function uses chunk_size: `linear_log_prob` sizes its chunks by bytes.
         """
         x, head, added = cast_as_linear(hidden, weight, bias)
         if not _is_linear(x, head, weight) or logit_scale <= 0:
@@ -121,7 +125,10 @@ class ChunkedLogProb:
 
 
 class ChunkedDivergence:
-    """Stands for `ChunkedDivergenceFunction`, which is `own`; only `apply` is called."""
+    """Replacement of `ChunkedDivergenceFunction`, of which trainers call `apply` alone.
+
+    `own` is TRL's class, which serves the heads that the op does not take.
+    """
 
     own: Any = None
 
@@ -133,11 +140,14 @@ class ChunkedDivergence:
         student_logit_scale: float = 1.0, student_final_logit_softcapping: float | None = None,
         teacher_logit_scale: float = 1.0, teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The divergence of each token, and the student's entropy, which has no gradient, as
-        `ChunkedDivergenceFunction.apply`."""
+        """Return the divergence of each token, and the student's entropy, which has no gradient.
+
+        The results are those of `ChunkedDivergenceFunction.apply`.
+        """
         caps = (student_final_logit_softcapping, teacher_final_logit_softcapping)
         scales = (student_logit_scale, teacher_logit_scale)
-        # A tensor of the teacher may require a gradient, which TRL's function does not give.
+        # A tensor of the teacher may require a gradient. TRL's function gives it none, and the op
+        # would refuse it.
         teacher = (teacher_hidden.detach(), teacher_weight.detach())
         taught_bias = None if teacher_bias is None else teacher_bias.detach()
         x, weight, bias = cast_as_linear(student_hidden, student_weight, student_bias)
@@ -163,8 +173,8 @@ class ChunkedDivergence:
 
 
 def _is_linear(x: Tensor, weight: Tensor, parameter: Tensor) -> bool:
-    """Whether the ops take this layer, whose weight is the parameter, cast if autocast is on."""
-    # DeepSpeed's ZeRO-3 frees a parameter of this attribute between forward and backward.
+    """Return whether the ops take this layer; weight is the parameter, or its cast by autocast."""
+    # DeepSpeed's ZeRO-3 frees a parameter with this attribute between forward and backward.
     partitioned = hasattr(parameter, "ds_id")
     return x.dtype == weight.dtype and x.device == weight.device and not partitioned
 
@@ -172,7 +182,7 @@ def _is_linear(x: Tensor, weight: Tensor, parameter: Tensor) -> bool:
 def fused_log_prob(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `trl.kernels.selective_log_softmax_and_entropy`: zero where row_mask is 0."""
-    # No target is negative, so that the number marks what row_mask leaves out.
+    """Compute `trl.kernels.selective_log_softmax_and_entropy`: zeros where row_mask is 0."""
+    # No target is negative, so -100 can mark the rows that row_mask leaves out.
     target = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
     return log_prob(logits, target, temperature)

@@ -1,7 +1,7 @@
 """The reference models of TRL's trainers, fused as the policies are.
 
-A trainer of preferences compares log-probabilities of a policy and of a reference, which is the
-same model at first. If the policy alone is fused, the two round differently, and the first loss of
+A trainer of preferences compares the log-probabilities of a policy and of a reference, which are
+equal models at first. If only the policy is fused, the two round differently, and the first loss of
 DPO is not log 2.
 """
 
@@ -27,15 +27,16 @@ from ..fusion.layers.norms import FUSED_CLASSES, Norms
 from ..fusion.layers.rotary import Rotary
 from .replaced import Replaced
 
-# The trainers with a reference model, and the function that makes it.
+# The trainers with a reference model, and the function by which they load it.
 TRAINERS = {"dpo": "DPOTrainer", "kto": "KTOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}
 CREATE = "create_model_from_path"
 
+# The policy of the trainer that is being constructed, in this context.
 _policy: ContextVar[Any] = ContextVar("policy", default=None)
 
 
 def install(replaced: Replaced) -> None:
-    """Let trainers fuse the reference model that they make, if the policy is fused."""
+    """Let trainers fuse the reference model that they load in the parts in which the policy is."""
     for name, trainer in TRAINERS.items():
         try:
             module = importlib.import_module(f"trl.trainer.{name}_trainer")
@@ -43,12 +44,12 @@ def install(replaced: Replaced) -> None:
             continue
         cls = getattr(module, trainer, None)
         if cls is not None and hasattr(module, CREATE):
-            replaced.set(module, CREATE, _fused_as_the_policy(getattr(module, CREATE)))
-            replaced.set(cls, "__init__", _of_a_policy(cls.__init__))
+            replaced.set(module, CREATE, _fusing_like_policy(getattr(module, CREATE)))
+            replaced.set(cls, "__init__", _recording_policy(cls.__init__))
 
 
 def fused_parts(model: nn.Module) -> dict[str, bool]:
-    """The switches of the `fuse` that gives another model the parts that this one has."""
+    """Return the switches by which `fuse` fuses another model in the same parts as this one."""
     modules = list(model.modules())
     kinds = {kind for module in modules for kind in classes.overrides(module)}
     return {
@@ -62,7 +63,9 @@ def fused_parts(model: nn.Module) -> dict[str, bool]:
     }
 
 
-def _fused_as_the_policy(create: Callable[..., Any]) -> Callable[..., Any]:
+def _fusing_like_policy(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that loads the reference model: fuse its result as the policy is fused."""
+
     @functools.wraps(create)
     def created(*args: Any, **kwargs: Any) -> Any:
         model = create(*args, **kwargs)
@@ -74,18 +77,19 @@ def _fused_as_the_policy(create: Callable[..., Any]) -> Callable[..., Any]:
     return created
 
 
-def _of_a_policy(init: Callable[..., None]) -> Callable[..., None]:
+def _recording_policy(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a trainer's constructor: set `_policy`, and warn if ref_model is fused otherwise."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        policy, reference = given.get("model"), given.get("ref_model")
-        models = [one for one in (policy, reference) if isinstance(one, nn.Module)]
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind_partial(self, *args, **kwargs).arguments
+        policy, reference = arguments.get("model"), arguments.get("ref_model")
+        models = [model for model in (policy, reference) if isinstance(model, nn.Module)]
         if len(models) == 2 and fused_parts(models[0]) != fused_parts(models[1]):
             warnings.warn(
                 "ref_model is not fused as the model is, so that the two round differently;"
-                " liger_ops.fuse(ref_model) before the trainer is made lets both begin alike",
+                " call liger_ops.fuse(ref_model) before the trainer is made",
                 stacklevel=2,
             )
         token = _policy.set(policy)
@@ -94,4 +98,4 @@ def _of_a_policy(init: Callable[..., None]) -> Callable[..., None]:
         finally:
             _policy.reset(token)
 
-    return made
+    return constructor

@@ -1,4 +1,4 @@
-"""The op behind verl's function for log-probabilities of tokens.
+"""The op behind verl's class for log-probabilities of tokens.
 
 With `use_fused_kernels=True` and the backend `torch`, verl's actors compute them from hidden states
 by `verl.utils.experimental.torch_functional.FusedLinearForPPO`, in chunks of 512 tokens.
@@ -14,22 +14,22 @@ from torch import Tensor
 from .. import linear_log_prob
 from .replaced import Replaced
 
-# Where the forwards of verl's models look the class up, in every call.
+# The forwards of verl's models look the class up in this module, in every call.
 MODULE, NAME = "verl.utils.experimental.torch_functional", "FusedLinearForPPO"
 _replaced = Replaced()
 
 
 def install() -> None:
-    """Put `linear_log_prob` behind verl's `FusedLinearForPPO`, for this process.
+    """Replace verl's `FusedLinearForPPO` by `linear_log_prob`, in this process.
 
     Call it in the processes of verl's workers: a model whose forward verl has patched for the
-    backend `torch` of `use_fused_kernels` uses it from its next call on. The log-probabilities and
-    entropies are verl's up to rounding. Both are float32, and their logits are divided by the
+    backend `torch` of `use_fused_kernels` uses the op from its next call on. The log-probabilities
+    and entropies are verl's up to rounding. Both are float32, and their logits are divided by the
     temperature in float32; verl rounds the quotient and the entropy, and some versions the
     log-probability, to the dtype of the logits. torch.compile sees one operator.
 
-    `uninstall` undoes it. Installing twice is installing once. Code that imported the class by name
-    before keeps verl's.
+    `uninstall` undoes it. A second call does nothing more. Code that imported the class by name
+    before the call keeps verl's class.
 
     Raises:
         ImportError: verl is not installed, or cannot be imported.
@@ -58,12 +58,12 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put verl's own class back; nothing if `install` was not called."""
+    """Restore verl's own class. Does nothing if `install` was not called."""
     _replaced.undo()
 
 
 class FusedLinearForPPO(torch.nn.Module):
-    """As verl's class of this name.
+    """Replacement of verl's class of this name, with the same arguments.
 
     chunk_size is not used: `linear_log_prob` sizes its chunks by bytes.
     """
@@ -76,7 +76,7 @@ class FusedLinearForPPO(torch.nn.Module):
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The log-probability of each of input_ids, and the entropy.
+        """Return the log-probability of each of input_ids, and the entropy.
 
         Args:
             hidden_states: (T, D) or (B, T, D).

@@ -1,7 +1,7 @@
 """Losses of post-training, from the log-probabilities of tokens, in plain PyTorch.
 
 `torch.compile` compiles them with the model, without a graph break and without waiting for the
-device; they know nothing of other processes.
+device. They do not communicate with other processes.
 """
 
 from .dpo import dpo_loss

@@ -1,7 +1,7 @@
 """Checks of the losses' arguments.
 
-Messages of sizes are made in two steps: torch 2.11's Dynamo reports the pieces of a string with a
-size in it, and the first piece is then all words.
+Messages with sizes are built in two steps, the words first. torch 2.11's Dynamo reports a string
+with a size piece by piece, and all the words are then in the first piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def holds(fact: bool) -> bool:
-    """Whether a fact of sizes holds; False where a trace cannot tell, as of an unbacked size."""
+    """Return whether a comparison of sizes holds; False if a trace cannot tell (unbacked sizes)."""
     if not torch.compiler.is_compiling():
         return fact
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -30,7 +30,7 @@ def check_tensor(function: str, name: str, value: Any) -> None:
 def check_values(
     function: str, name: str, value: Any, *, like: Tensor | None = None, of_any_shape: bool = False
 ) -> None:
-    """Raise unless value is a tensor of floating-point numbers of shape (B, T), that of `like`."""
+    """Raise unless value is a floating-point tensor of shape (B, T), and of `like`'s shape."""
     check_tensor(function, name, value)
     if not value.dtype.is_floating_point:
         raise TypeError(f"{function}: {name} must be of a floating-point dtype, got {value.dtype}")
@@ -78,7 +78,7 @@ def check_number(
     above: float | None = None, at_least: float | None = None,
     below: float | None = None, at_most: float | None = None,
 ) -> None:  # fmt: skip
-    """Raise unless value is a number within the bounds; NaN is within none."""
+    """Raise unless value is a number within the bounds; NaN is within no bounds."""
     if not isinstance(value, (int, float)):
         raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
     fits = (

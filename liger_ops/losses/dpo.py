@@ -1,4 +1,4 @@
-"""Direct preference optimisation, and the losses of pairs that followed it."""
+"""Direct preference optimisation (DPO), and later losses of preference pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from .checks import check_choice, check_number, check_per_sequence
 from .f_divergences import F_DIVERGENCES
 from .outputs import PreferenceOutput
 from .pair_losses import OF_DIFFERENCES, PAIR_LOSSES, SMOOTHED, SORTED, PairOptions, Pairs
-from .sequences import Sequences, batch_mean, check_pairs, halves, nll, of_reference, of_sequences
+from .sequences import (
+    Sequences,
+    batch_mean,
+    check_pairs,
+    halves,
+    nll,
+    reference_values,
+    sequence_values,
+)
 
 
 def dpo_loss(
@@ -24,12 +32,13 @@ def dpo_loss(
     discopop_tau: float = 0.05, reward_shift: Tensor | float | None = None,
     pair_weight: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
-    """The loss of preference pairs, against a reference, from the log-probabilities of tokens.
+    """Compute a loss of preference pairs against a reference, from log-probabilities of tokens.
 
         loss = sum over the loss types i of loss_weights[i] * mean over the pairs of loss_i
 
-    With s(x) the logistic function, e label_smoothing, the log-ratios w and l of the chosen and
-    the rejected response to the reference, r = beta w or beta l, and d = beta (w - l):
+    With s(x) the logistic function, e label_smoothing, w and l the log-ratios of policy and
+    reference for the chosen and the rejected response, |w| and |l| the numbers of their tokens,
+    r_w = beta w, r_l = beta l, and d = beta (w - l):
 
         sigmoid       -(1 - e) log s(d) - e log s(-d)                  DPO; with e, cDPO
         hinge         max(0, 1 - d)                                    SLiC, RSO
@@ -55,31 +64,34 @@ def dpo_loss(
         log_prob: (2B, T), floating point: the log-probabilities of the chosen responses' tokens,
             then those of the rejected ones.
         mask: (2B, T): a token is kept where the mask is not zero.
-        ref_log_prob: the reference's log-probabilities, without gradient: (2B, T), or (2B,), values
-            of `sequence_log_prob` with the same options. None: the log-ratios are the policy's
-            log-probabilities.
+        ref_log_prob: the reference's log-probabilities, without gradient: (2B, T), or (2B,), the
+            results of `sequence_log_prob` with the same options. If None, the log-ratios are the
+            policy's log-probabilities.
         beta: above 0.
-        loss_type: one of the names above, or several.
+        loss_type: one of the names above, or a list or tuple of them.
         loss_weights: a weight for each loss type; 1 each if None.
         label_smoothing: e, in [0, 1); for robust below 0.5, for exo_pair above 0. ValueError if
             it is not 0 and no loss type has an e.
-        average_log_prob: take means over tokens for sums; ipo and sigmoid_norm do so in any case.
+        average_log_prob: take means over tokens instead of sums; ipo and sigmoid_norm always do.
         f_divergence_type: reverse_kl, forward_kl, js_divergence or alpha_divergence, of f-DPO: in
-            d, ipo and sigmoid_norm, f'(pi / pi_ref) stands for the log-ratio. Other loss types but
-            sft raise ValueError for any but reverse_kl.
+            d, ipo and sigmoid_norm, f'(pi / pi_ref) takes the place of the log-ratio. nca_pair,
+            bco_pair, sppo_hard, aot, aot_unpaired, apo_zero and apo_down accept reverse_kl alone.
         f_alpha_divergence_coef: alpha of f'(u) = (1 - u^-alpha) / alpha.
         ld_alpha: see `sequence_log_prob`.
         discopop_tau: above 0.
-        reward_shift: for bco_pair: the mean of all rewards, which the caller keeps as a running
-            mean. None is 0.
-        pair_weight: (B,), without gradient: a factor of each pair's loss, as of WPO. The sorted
-            losses raise ValueError.
+        reward_shift: for bco_pair alone: the mean of all rewards, which the caller keeps as a
+            running mean; a number, or a tensor of shape (). None is 0.
+        pair_weight: (B,), without gradient: a factor of each pair's loss, as in WPO. Not for aot
+            and aot_unpaired, which sort the pairs.
 
     Returns:
-        PreferenceOutput. float64 for float64 log_prob, else float32, which the arithmetic is in.
+        PreferenceOutput, computed in float64 for float64 log_prob, else in float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or ref_log_prob is not a floating-point tensor, or an option is not of
+            its type.
+        ValueError: log_prob is not (2B, T), mask or ref_log_prob does not have its shape, an option
+            is outside its range, or the loss types do not use an option that is given.
 
     Example:
         >>> log_prob, mask = torch.zeros(2, 3), torch.ones(2, 3)
@@ -97,9 +109,11 @@ def dpo_loss(
     check_factors(types, log_prob, reward_shift, pair_weight)
 
     mask = mask != 0
-    policy = of_sequences("dpo_loss", log_prob, mask, average_log_prob, ld_alpha)
-    ref = of_reference("dpo_loss", log_prob, mask, ref_log_prob, policy, average_log_prob, ld_alpha)
-    pairs = pairs_of(
+    policy = sequence_values("dpo_loss", log_prob, mask, average_log_prob, ld_alpha)
+    ref = reference_values(
+        "dpo_loss", log_prob, mask, ref_log_prob, policy, average_log_prob, ld_alpha
+    )
+    pairs = pair_values(
         log_prob, mask, policy, ref, average_log_prob, f_divergence_type, f_alpha_divergence_coef
     )
     shift = reward_shift.detach() if isinstance(reward_shift, Tensor) else reward_shift or 0.0
@@ -114,9 +128,11 @@ def sum_of_losses(
     pairs: Pairs, options: PairOptions, types: Sequence[str], weights: Sequence[float],
     pair_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Return the weighted sum over the loss types of the mean over the pairs."""
     total = pairs.margin.new_zeros(())
     for name, weight in zip(types, weights, strict=True):
         losses = PAIR_LOSSES[name](pairs, options)
+        # sft has one value for the batch; sorted losses have set absent pairs to 0 themselves.
         if losses.dim() == 0:
             losses = losses.expand_as(pairs.margin)
         elif name not in SORTED:
@@ -127,11 +143,13 @@ def sum_of_losses(
     return total
 
 
-def pairs_of(
+def pair_values(
     log_prob: Tensor, mask: Tensor, policy: Sequences, ref: Tensor, is_average: bool,
     f_divergence_type: str, alpha: float,
 ) -> Pairs:  # fmt: skip
+    """Return the values of the pairs from those of the 2B sequences."""
     logratio = policy.log_prob - ref
+    # A log-ratio that is a mean already is not divided by its length again.
     lengths = torch.ones_like(policy.tokens) if is_average else policy.tokens.clamp(min=1)
     chosen, rejected = halves(policy.log_prob)
     ref_chosen, ref_rejected = halves(ref)
@@ -165,8 +183,8 @@ def check_types(
         check_choice("dpo_loss", "loss_type", name, PAIR_LOSSES)
     if not types or len(weights) != len(types):
         raise ValueError(
-            "dpo_loss: loss_weights must hold a number for each loss type, of which there must be"
-            f" one, got {len(weights)} for {len(types)}"
+            "dpo_loss: loss_weights must hold a number for each loss type, at least one, got"
+            f" {len(weights)} for {len(types)}"
         )
     for weight in weights:
         check_number("dpo_loss", "loss_weights", weight)

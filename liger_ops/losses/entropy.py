@@ -1,4 +1,4 @@
-"""Masks and thresholds by the entropy of tokens."""
+"""Thresholds of the entropy of tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from .checks import check_mask, check_number, check_values
 
 
 def entropy_threshold(entropy: Tensor, mask: Tensor, top_entropy_quantile: float) -> Tensor:
-    """The entropy that a share of top_entropy_quantile of the kept tokens reaches.
+    """Compute the entropy that a share of top_entropy_quantile of the kept tokens reaches.
 
     It is the quantile 1 - top_entropy_quantile of the kept tokens' entropies, with linear
     interpolation as in `torch.quantile`, and inf if no token is kept. For the threshold of a batch
-    that several processes share, gather entropy and mask of all, outside of a compiled region.
+    that is spread over several processes, gather entropy and mask of all of them, outside a
+    compiled region.
 
     Args:
         entropy: of any shape, floating point.
@@ -25,7 +26,9 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, top_entropy_quantile: float
         A scalar without gradient: float64 for float64 entropy, else float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: entropy is not a floating-point tensor, mask is not a tensor, or
+            top_entropy_quantile is not a number.
+        ValueError: mask does not have entropy's shape, or top_entropy_quantile is not in [0, 1].
 
     Source: arXiv:2506.01939.
     """
@@ -37,16 +40,19 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, top_entropy_quantile: float
 
 
 def quantile(values: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The quantile of the values where the mask is; no size depends on the mask."""
+    """Return the quantile of the values where the mask is True.
+
+    No size depends on the mask, which the host would have to read for that.
+    """
     count = mask.sum()
-    # One value more, so that there is a first one of no values.
+    # An inf is appended, so that there is a first value even if there are no values.
     values = torch.cat(
         [values.masked_fill(~mask, torch.inf).flatten(), values.new_full((1,), torch.inf)]
     )
     ordered = values.sort().values
     rank = share * (count - 1).clamp(min=0).to(values.dtype)
     below = rank.floor().long()
-    # Beyond the last kept value stands inf.
+    # The values behind the last kept one are inf.
     above = torch.minimum(below + 1, (count - 1).clamp(min=0))
     low, high = ordered.index_select(0, torch.stack([below, above])).unbind()
     return torch.where(high == low, low, low + (rank - below) * (high - low))

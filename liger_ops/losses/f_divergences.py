@@ -9,31 +9,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# The largest exponent: a pair beyond it has a finite loss, and no gradient. float32 ends at 88.
+# The largest exponent; exp overflows in float32 above 88. A pair beyond CAP has a finite loss, and
+# no gradient.
 CAP = 80.0
 
 
 def reverse_kl(log_u: Tensor, alpha: float) -> Tensor:
-    """f(u) = u log u, and f'(u) = log u + 1; the constant is left out."""
+    """Return f'(u) = log u + 1 without the constant, of f(u) = u log u."""
     return log_u
 
 
 def forward_kl(log_u: Tensor, alpha: float) -> Tensor:
-    """f(u) = -log u, and f'(u) = -1 / u; 1 is added, so that u = 1 has 0."""
+    """Return f'(u) = -1 / u plus 1, which is 0 for u = 1, of f(u) = -log u."""
     return -torch.expm1((-log_u).clamp(max=CAP))
 
 
 def js_divergence(log_u: Tensor, alpha: float) -> Tensor:
-    """f(u) = u log u - (u + 1) log((u + 1) / 2), and f'(u) = log(2u / (1 + u))."""
+    """Return f'(u) = log(2u / (1 + u)), of f(u) = u log u - (u + 1) log((u + 1) / 2)."""
     return math.log(2) + logsigmoid(log_u)
 
 
 def alpha_divergence(log_u: Tensor, alpha: float) -> Tensor:
-    """f'(u) = (1 - u^-alpha) / alpha, which is log u in the limit of alpha = 0."""
+    """Return f'(u) = (1 - u^-alpha) / alpha, whose limit for alpha = 0 is log u."""
     return -torch.expm1((-alpha * log_u).clamp(max=CAP)) / alpha if alpha != 0 else log_u
 
 
-# The constants that are left out cancel: only differences of f' are used.
+# Constants may be left out or added, because they cancel: only differences of f' are used.
 F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
     f.__name__: f for f in (reverse_kl, forward_kl, js_divergence, alpha_divergence)
 }

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation, and the policy losses that followed it."""
+"""Group relative policy optimisation (GRPO), and later policy losses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .sequences import check_batch, kept
 
 
 class PolicyOutput(NamedTuple):
-    """The output of a policy loss; all but the first two are without gradient.
+    """The output of a policy loss. Only loss and per_token_loss have a gradient.
 
-    loss is a scalar. per_token_loss, (B, T), is the policy term with beta * KL, zero where the mask
-    is: what is reduced to loss, without the entropy bonus. policy_loss is loss without that bonus.
-    kl and entropy are means over the kept tokens, and the clip ratios shares of them. per_token_kl,
-    (B, T), is the KL term without beta; is_clipped, (B, T) and bool, says whether a bound of the
-    ratio applies. Both are zero where the mask is. Each is None if the loss has no such part.
+    loss is a scalar. per_token_loss, (B, T), is the policy term plus beta * KL, and zero where the
+    mask is zero: it is reduced to policy_loss, which is loss without the entropy bonus. kl and
+    entropy are means over the kept tokens, and the clip ratios are shares of the kept tokens.
+    per_token_kl, (B, T), is the KL term without beta; is_clipped, (B, T) and bool, says whether a
+    bound of the ratio applies. Both are zero where the mask is zero. A field is None if the loss
+    has no such part.
     """
 
     loss: Tensor
@@ -50,10 +51,11 @@ def grpo_loss(
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0,
     vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
 ) -> PolicyOutput:  # fmt: skip
-    """The loss of sampled responses with advantages, from the log-probabilities of their tokens.
+    """Compute a policy loss of sampled responses with advantages, from log-probabilities of tokens.
 
     With r = pi / pi_old of a token or, at the level of sequences, exp of the mean of log r over a
-    response's tokens; A the advantage; sg a value without gradient; s the logistic function:
+    response's tokens; A the advantage; sg(x) the value of x without gradient; s the logistic
+    function:
 
         grpo, bnpo, dr_grpo, dapo, luspo:
                term = -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
@@ -64,7 +66,7 @@ def grpo_loss(
         kl   = pi_ref / pi - 1 - log(pi_ref / pi); times r with use_bias_correction_kl
         per_token_loss = term * vllm_is_ratio * policy_mask + beta * kl
 
-    vllm_is_ratio is not applied again in vespo. The losses differ in what divides the sum:
+    vllm_is_ratio is not applied again in vespo. The losses are reduced in different ways:
 
         grpo, sapo          the mean over a response's tokens, then over the B responses
         bnpo                the sum divided by the kept tokens
@@ -72,7 +74,7 @@ def grpo_loss(
         dr_grpo             the sum divided by B * max_completion_length
         luspo               the sum divided by B
 
-        loss = that - entropy_coef * the mean of the entropy
+        loss = the reduced per_token_loss - entropy_coef * the mean of the entropy
 
     `docs/losses.md` lists the papers, and where this differs from TRL or Liger-Kernel. If no token
     is kept, the loss is a zero with zero gradients.
@@ -80,46 +82,51 @@ def grpo_loss(
     Args:
         log_prob: (B, T), floating point: the log-probability of each token.
         advantages: (B,), (B, 1) or (B, T), without gradient.
-        mask: (B, T): a token is kept where the mask is not zero. What stands elsewhere in the other
-            arguments changes nothing, NaN and inf included.
-        old_log_prob: (B, T), without gradient: of the policy that sampled. None: log_prob itself,
-            so that r is 1 and has a gradient.
+        mask: (B, T): a token is kept where the mask is not zero. The values of the other arguments
+            at other tokens have no effect, even NaN and inf.
+        old_log_prob: (B, T), without gradient: of the policy that sampled. If None, it is log_prob
+            itself: r is 1 and has a gradient.
         ref_log_prob: (B, T), without gradient: of the reference; needed if beta is not 0.
         entropy: (B, T): of the policy at each token; needed for entropy_coef, top_entropy_quantile
             and entropy_threshold.
-        vllm_is_ratio: (B,), (B, 1) or (B, T), without gradient: pi_old over the probability that
-            the sampling engine had.
-        policy_mask: (B,), (B, 1) or (B, T): the policy term is left out where it is zero, but the
-            KL term and the divisors are not; see `off_policy_mask`.
-        num_items_in_batch: the kept tokens of the whole batch, over all steps of accumulation and,
-            where gradients are averaged over processes, divided by their number: a number or a
-            tensor of one, at least 1. It is reduced over processes by the caller, outside of a
-            compiled region.
+        vllm_is_ratio: (B,), (B, 1) or (B, T), without gradient: pi_old divided by the probability
+            in the sampling engine.
+        policy_mask: (B,), (B, 1) or (B, T): where it is zero, the policy term is left out, but
+            neither the KL term nor the token in the divisor; see `off_policy_mask`.
+        num_items_in_batch: the number of kept tokens of the whole batch, over all steps of
+            accumulation; where gradients are averaged over processes, it is divided by the number
+            of processes. A number or a tensor of one, at least 1. The caller reduces it over
+            processes, outside a compiled region.
         loss_type: one of the names above.
         beta: the weight of the KL term, at least 0.
         epsilon_low, epsilon_high: the bounds of r, at least 0; epsilon_high is epsilon_low if None.
             In cispo epsilon_high is the largest weight itself, as in ScaleRL, and must be given:
-            5 there, and 1 + epsilon_high of MiniMax-M1.
-        delta: the largest r for negative advantages, of INTELLECT-2; only where r is clipped.
-        importance_sampling_level: token or sequence; None: sequence for luspo, token for the rest.
-            cispo, sapo and vespo have the level of tokens alone.
-        use_bias_correction_kl: as of DeepSeek-V3.2, whose r is of tokens.
+            ScaleRL's value is 5, and MiniMax-M1's is 1 + its epsilon_high.
+        delta: the largest r for negative advantages, of INTELLECT-2; only for the loss types that
+            clip r: grpo, bnpo, dr_grpo, dapo and luspo.
+        importance_sampling_level: token or sequence; None is sequence for luspo, else token. cispo,
+            sapo and vespo accept token alone.
+        use_bias_correction_kl: whether the KL term is multiplied by r, as in DeepSeek-V3.2, whose r
+            is of tokens.
         max_completion_length: the longest response that can be sampled; needed by dr_grpo.
         entropy_coef: the weight of the entropy bonus, which is a mean over the kept tokens, or over
             those of high entropy.
         top_entropy_quantile: keep in the policy term the share of tokens with the highest entropy,
             in [0, 1].
-        entropy_threshold: keep there the tokens of at least this entropy, a tensor of one number,
-            in place of the threshold of these tokens; see `liger_ops.losses.entropy_threshold`.
+        entropy_threshold: keep in the policy term the tokens of at least this entropy, a tensor of
+            one number, instead of the threshold that top_entropy_quantile has for these tokens; see
+            `liger_ops.losses.entropy_threshold`.
         sapo_temperature_pos, sapo_temperature_neg: above 0.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: at least 0.
 
     Returns:
-        PolicyOutput. float64 for float64 log_prob, else float32, which the arithmetic is in.
+        PolicyOutput, computed in float64 for float64 log_prob, else in float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name, or
-            that the loss type would not use.
+        TypeError: a tensor of log-probabilities or entropy is not a floating-point tensor, an
+            option is not of its type, or a tensor is None that another option needs.
+        ValueError: a shape is not one of those above, an option is outside its range, or the loss
+            type does not use an option that is given.
 
     Example:
         >>> log_prob, mask = torch.full((2, 3), -1.0), torch.ones(2, 3)
@@ -143,7 +150,7 @@ def grpo_loss(
 
     mask = mask != 0
     values = kept(widened(log_prob), mask)
-    ratios = ratios_of(values, advantages, mask, old_log_prob, vllm_is_ratio, level)
+    ratios = compute_ratios(values, advantages, mask, old_log_prob, vllm_is_ratio, level)
     losses = POLICY_TERMS[loss_type](ratios, options)
     if policy_mask is not None:
         losses = losses.masked_fill(column(policy_mask) == 0, 0.0)
@@ -170,10 +177,11 @@ def grpo_loss(
     )  # fmt: skip
 
 
-def ratios_of(
+def compute_ratios(
     values: Tensor, advantages: Tensor, mask: Tensor, old_log_prob: Tensor | None,
     vllm_is_ratio: Tensor | None, level: str,
 ) -> Ratios:  # fmt: skip
+    """Return the values from which the policy term is computed."""
     old = values if old_log_prob is None else kept(old_log_prob.to(values.dtype), mask)
     log_ratio = values - old.detach()
     ratio = log_importance(log_ratio, mask, level).exp()
@@ -184,12 +192,13 @@ def ratios_of(
 
 
 def of_tokens(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as (B, 1) or (B, T), without gradient; in the latter case zero where the mask is."""
+    """Return x as (B, 1) or (B, T), without gradient; (B, T) is zero where the mask is False."""
     x = column(x.detach()).to(dtype)
     return x if holds(x.shape[1] == 1) and not holds(mask.shape[1] == 1) else kept(x, mask)
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, share: float, threshold: Tensor | None) -> Tensor:
+    """Return the mask of kept tokens with at least the threshold's entropy, or that of `share`."""
     if threshold is None:
         threshold = threshold_of(entropy, mask, share)
     return mask & (widened(entropy.detach()) >= threshold.detach().reshape(()))
@@ -200,7 +209,7 @@ def token_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def metric(x: Tensor | None, mask: Tensor) -> Tensor | None:
-    """The mean of x over the kept tokens, without gradient."""
+    """Return the mean of x over the kept tokens, without gradient."""
     if x is None:
         return None
     x = x.detach() if x.dtype.is_floating_point else x.float()

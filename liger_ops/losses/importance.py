@@ -11,7 +11,7 @@ from .sequences import check_batch, kept, token_counts
 
 
 def k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """The estimate r - 1 - log r of KL(pi || pi_ref), with r = pi_ref / pi: never negative.
+    """Return the estimate r - 1 - log r of KL(pi || pi_ref), with r = pi_ref / pi: never negative.
 
     Source: John Schulman, http://joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300.
     """
@@ -20,7 +20,7 @@ def k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def log_importance(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """log_ratio of the tokens, (B, T), or for the level "sequence" its mean over those, (B, 1)."""
+    """Return log_ratio, (B, T), or for the level "sequence" its mean over kept tokens, (B, 1)."""
     if level == "token":
         return log_ratio
     tokens = token_counts(mask, log_ratio.dtype).clamp(min=1)
@@ -31,7 +31,9 @@ def off_policy_mask(
     log_prob: Tensor, sampling_log_prob: Tensor, advantages: Tensor, mask: Tensor, *,
     threshold: float,
 ) -> Tensor:  # fmt: skip
-    """The mask that drops sequences of negative advantage which the policy has moved away from.
+    """Compute the mask that drops sequences of negative advantage that are off-policy.
+
+    These are sequences from which the policy has moved away since they were sampled:
 
         drop where advantage < 0 and mean over the kept tokens of
             sampling_log_prob - log_prob > threshold
@@ -45,10 +47,13 @@ def off_policy_mask(
         threshold: delta in the paper.
 
     Returns:
-        A bool tensor of shape (B, 1), or (B, T) for such advantages.
+        A bool tensor of shape (B, 1), or (B, T) for advantages of that shape.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or sampling_log_prob is not a floating-point tensor, mask or advantages
+            is not a tensor, or threshold is not a number.
+        ValueError: log_prob is not (B, T), mask or sampling_log_prob does not have its shape, or
+            advantages has none of the shapes above.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
     """
@@ -64,5 +69,5 @@ def off_policy_mask(
 
 
 def column(x: Tensor) -> Tensor:
-    """Values of sequences, (B,), as (B, 1)."""
+    """Return values of sequences, (B,), as (B, 1); other values as they are."""
     return x[:, None] if x.dim() == 1 else x

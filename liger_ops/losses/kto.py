@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_number, check_per_sequence, check_tensor
 from .outputs import UnpairedPreferenceOutput
-from .sequences import batch_mean, check_batch, of_reference, of_sequences
+from .sequences import batch_mean, check_batch, reference_values, sequence_values
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -19,7 +19,7 @@ def kto_loss(
     kl: Tensor | None = None, *, beta: float = 0.1, loss_type: str = "kto",
     desirable_weight: float = 1.0, undesirable_weight: float = 1.0, average_log_prob: bool = False,
 ) -> UnpairedPreferenceOutput:  # fmt: skip
-    """The loss of single responses that are labelled desirable or undesirable.
+    """Compute a loss of single responses that are labelled desirable or undesirable.
 
         r = log pi(y|x) - log pi_ref(y|x)
         kto                loss_y = 1 - s(beta (r - kl)) if desirable, else 1 - s(beta (kl - r))
@@ -31,21 +31,24 @@ def kto_loss(
     Args:
         log_prob, mask: (B, T), as for `sequence_log_prob`.
         preference_labels: (B,): a response is desirable where the label is not zero.
-        ref_log_prob: as for `dpo_loss`; None: r is the policy's log-probability.
-        kl: the reference point z_0 of kto, without gradient: one number, or (B,). See `kto_kl`; it
-            is used as it comes. apo_zero_unpaired, which is kto with a reference point of zero,
-            takes None.
+        ref_log_prob: as for `dpo_loss`; if None, r is the policy's log-probability.
+        kl: the reference point z_0 of kto, without gradient: a tensor of one number, or (B,). It is
+            used unchanged; see `kto_kl`. It must be None for apo_zero_unpaired, which is kto with a
+            reference point of zero.
         beta: above 0.
         loss_type: kto or apo_zero_unpaired.
         desirable_weight, undesirable_weight: the weight of each label, lambda in the paper.
-        average_log_prob: take means over tokens for sums.
+        average_log_prob: take means over tokens instead of sums.
 
     Returns:
-        UnpairedPreferenceOutput. float64 for float64 log_prob, else float32, which the arithmetic
-        is in.
+        UnpairedPreferenceOutput, computed in float64 for float64 log_prob, else in float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or ref_log_prob is not a floating-point tensor, an option is not of its
+            type, or kl is None for kto.
+        ValueError: log_prob is not (B, T), mask or ref_log_prob does not have its shape,
+            preference_labels or kl is not (B,), beta is not above 0, a weight is negative,
+            loss_type is unknown, or kl is given for apo_zero_unpaired.
 
     Source: KTO, arXiv:2402.01306, eq. 7; APO, arXiv:2408.06266, eq. 7, without pairs.
 
@@ -64,8 +67,8 @@ def kto_loss(
     check_number("kto_loss", "desirable_weight", desirable_weight, at_least=0)
     check_number("kto_loss", "undesirable_weight", undesirable_weight, at_least=0)
     mask = mask != 0
-    policy = of_sequences("kto_loss", log_prob, mask, average_log_prob)
-    ref = of_reference("kto_loss", log_prob, mask, ref_log_prob, policy, average_log_prob)
+    policy = sequence_values("kto_loss", log_prob, mask, average_log_prob)
+    ref = reference_values("kto_loss", log_prob, mask, ref_log_prob, policy, average_log_prob)
     logratio = policy.log_prob - ref
     point = reference_point(loss_type, kl, log_prob, logratio)
     is_desirable = preference_labels != 0
@@ -96,12 +99,12 @@ def reference_point(loss_type: str, kl: Any, log_prob: Tensor, logratio: Tensor)
 
 
 def kto_kl(log_prob: Tensor, mask: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """The reference point of `kto_loss`, from responses to other prompts of the batch.
+    """Compute the reference point of `kto_loss`, from responses to other prompts of the batch.
 
         z_0 = max(0, mean over the batch of log pi(y'|x) - log pi_ref(y'|x))
 
-    With several processes, z_0 is the maximum of 0 and the mean over all of them, which is to be
-    taken outside of a compiled region.
+    With several processes, z_0 is the maximum of 0 and the mean over all of them. The caller takes
+    that mean, outside a compiled region.
 
     Args:
         log_prob, mask: (B, T), as for `sequence_log_prob`, where y' in row i is a response to
@@ -112,13 +115,14 @@ def kto_kl(log_prob: Tensor, mask: Tensor, ref_log_prob: Tensor) -> Tensor:
         A scalar without gradient: float64 for float64 log_prob, else float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or ref_log_prob is not a floating-point tensor, or mask is not a tensor.
+        ValueError: log_prob is not (B, T), or mask or ref_log_prob does not have its shape.
 
     Source: arXiv:2402.01306.
     """
     check_batch("kto_kl", log_prob, mask)
     check_tensor("kto_kl", "ref_log_prob", ref_log_prob)
     mask = mask != 0
-    policy = of_sequences("kto_kl", log_prob.detach(), mask, False)
-    ref = of_reference("kto_kl", log_prob, mask, ref_log_prob, policy, False)
+    policy = sequence_values("kto_kl", log_prob.detach(), mask, False)
+    ref = reference_values("kto_kl", log_prob, mask, ref_log_prob, policy, False)
     return batch_mean((policy.log_prob - ref).masked_fill(policy.tokens == 0, 0.0)).clamp(min=0)

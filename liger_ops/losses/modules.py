@@ -1,4 +1,4 @@
-"""Losses of post-training from hidden states: modules that call the head and then a loss."""
+"""Losses of post-training from hidden states: modules that compute a head and then a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Lora = tuple[Tensor, Tensor, float]
 
 
 class LinearLoss(nn.Module):
-    """What the modules of this file share: the head's options, and those of the loss.
+    """Base class of the modules of this file, with the options of the head and of the loss.
 
     The head is an argument of each call, so that it may share its weight with an embedding. Its
     logits are computed in chunks and not kept: see `liger_ops.linear_log_prob` for precision and
@@ -29,14 +29,14 @@ class LinearLoss(nn.Module):
     beforehand.
 
     The head may have a LoRA, lora=(lora_a, lora_b, lora_scale), as a keyword of each call: with
-    peft, `lora_A[name].weight`, `lora_B[name].weight` and `scaling[name]` of the head. It is that
-    of the policy alone. The reference has none, as with peft's adapters disabled, or its own in
+    peft, `lora_A[name].weight`, `lora_B[name].weight` and `scaling[name]` of the head. This LoRA is
+    the policy's alone. The reference has no LoRA, as with peft's adapters disabled, or its own in
     ref_lora. Dropout before the LoRA is not computed.
 
     Args:
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
-            `liger_ops.linear_log_prob`; they hold for the reference too.
-        options: those of the loss that are numbers or names.
+            `liger_ops.linear_log_prob`; they apply to the reference too.
+        options: the options of the loss that are numbers or names.
     """
 
     loss: ClassVar[Callable[..., Any]]
@@ -56,7 +56,7 @@ class LinearLoss(nn.Module):
         self._call(torch.empty(0, 1, device="meta"))
 
     def _call(self, values: Tensor) -> Any:
-        """Call the loss on values without meaning, of no tokens."""
+        """Call the loss with arbitrary values, of no tokens, so that it checks its options."""
         return self._of(values, values > 0)
 
     def _of(self, *arguments: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ class LinearLoss(nn.Module):
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
         lora: Lora | None = None, name: str = "lora",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The log-probability of each target and the entropy, zero where target is ignore_index."""
+        """Return each target's log-probability, and the entropy; 0 where target is ignore_index."""
         if lora is None:
             return linear_log_prob(x, weight, target, bias, *self.head_options)
         if not isinstance(lora, tuple) or len(lora) != 3:
@@ -82,7 +82,10 @@ class LinearLoss(nn.Module):
         self, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
         ref_bias: Tensor | None, ref_log_prob: Tensor | None, ref_lora: Lora | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """The reference's log-probabilities: as they come, from its hidden states, or None."""
+        """Return the reference's log-probabilities, or None without a reference.
+
+        They are ref_log_prob or, with ref_x, computed from the hidden states.
+        """
         name = type(self).__name__
         if ref_x is None:
             if ref_lora is not None:
@@ -105,16 +108,16 @@ class LinearDPOLoss(LinearLoss):
     Args:
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
             `liger_ops.linear_log_prob`.
-        options: beta, loss_type and the other options of `dpo_loss`, but not its tensors.
+        options: beta, loss_type and the other options of `dpo_loss`, except its tensors.
 
     Shape:
         x: (2B, T, D), the hidden states of the chosen responses, then of the rejected ones.
         weight: (V, D). bias: (V,), or None.
         target: (2B, T), int64 or int32, ignore_index where a token is not part of a response.
-        ref_x, ref_weight, ref_bias: the same of the reference; or ref_log_prob, as for `dpo_loss`.
+        ref_x, ref_weight, ref_bias: the same for the reference; or ref_log_prob, as for `dpo_loss`.
         reward_shift, pair_weight: as for `dpo_loss`.
         lora, ref_lora: (lora_a, lora_b, lora_scale) of `liger_ops.linear_log_prob`, or None: a LoRA
-            of the head, and of the reference's.
+            of the head, and of the reference's head.
 
     Returns:
         PreferenceOutput.
@@ -175,11 +178,11 @@ class LinearORPOLoss(_LinearReferenceFreeLoss):
 
     Shape:
         x, weight, target, bias: as for `LinearDPOLoss`.
-        nll_target: (2B, T), of which the first half are the tokens whose loss is added,
-            ignore_index for the others; target if None. The logits of the chosen hidden states are
-            then computed a second time. Where nll_target is target with more tokens, such as those
-            of the prompt, `liger_ops.linear_log_prob` with nll_target, and `orpo_loss` with a mask
-            and nll_mask, compute them once.
+        nll_target: (2B, T); target if None. Its first half are the tokens whose loss is added, and
+            ignore_index elsewhere. With it, the logits of the chosen hidden states are computed
+            twice. If nll_target is target with more tokens, such as those of the prompt, they can
+            be computed once: by `liger_ops.linear_log_prob` with nll_target, and `orpo_loss` with a
+            mask and nll_mask.
         lora: as for `LinearDPOLoss`.
 
     Returns:
@@ -218,7 +221,7 @@ class LinearKTOLoss(LinearLoss):
     Args:
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
             `liger_ops.linear_log_prob`.
-        options: beta, loss_type and the other options of `kto_loss`, but not its tensors.
+        options: beta, loss_type and the other options of `kto_loss`, except its tensors.
 
     Shape:
         x: (B, T, D). weight, bias: as for `LinearDPOLoss`. target: (B, T).
@@ -256,15 +259,16 @@ class LinearGRPOLoss(LinearLoss):
     Args:
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
             `liger_ops.linear_log_prob`. The temperature is that of the sampling.
-        options: loss_type, beta, epsilon_low and the other options of `grpo_loss`, but not its
+        options: loss_type, beta, epsilon_low and the other options of `grpo_loss`, except its
             tensors.
 
     Shape:
         x: (B, T, D). weight, bias: as for `LinearDPOLoss`.
-        target: (B, T), int64 or int32: the sampled tokens, ignore_index where one is not kept.
+        target: (B, T), int64 or int32: the sampled tokens; ignore_index for a token that is not
+            kept.
         advantages, old_log_prob, vllm_is_ratio, policy_mask, entropy_threshold,
             num_items_in_batch: as for `grpo_loss`.
-        ref_x, ref_weight, ref_bias: the same of the reference; or ref_log_prob, (B, T).
+        ref_x, ref_weight, ref_bias: the same for the reference; or ref_log_prob, (B, T).
         lora, ref_lora: as for `LinearDPOLoss`.
 
     Returns:
@@ -277,8 +281,8 @@ class LinearGRPOLoss(LinearLoss):
     loss = staticmethod(grpo_loss)
 
     def _call(self, values: Tensor) -> Any:
-        given = {"ref_log_prob": values, "entropy": values}
-        return self._of(values, values[:, 0], values > 0, **given)
+        tensors = {"ref_log_prob": values, "entropy": values}
+        return self._of(values, values[:, 0], values > 0, **tensors)
 
     def forward(
         self, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor,

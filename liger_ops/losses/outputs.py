@@ -1,4 +1,4 @@
-"""The outputs of the losses of preferences; all but `loss` are without gradient."""
+"""The outputs of the losses of preferences. Only `loss` has a gradient."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ class PreferenceOutput(NamedTuple):
 
 
 class UnpairedPreferenceOutput(NamedTuple):
-    """The output of a loss of B single responses: the scalar loss, and log-probabilities and
-    rewards of shape (B,)."""
+    """The output of a loss of B single responses.
+
+    loss is a scalar. log_prob and rewards, beta times the log-ratio to the reference, have shape
+    (B,).
+    """
 
     loss: Tensor
     log_prob: Tensor

@@ -1,4 +1,4 @@
-"""The losses of a preference pair that `dpo_loss` knows, each a function of log-ratios."""
+"""The losses of preference pairs among which `dpo_loss` chooses, as functions of log-ratios."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch.nn.functional import logsigmoid
 
 
 class Pairs(NamedTuple):
-    """What a loss of B pairs is computed from, each of shape (B,), but nll_loss.
+    """The values of B pairs from which a loss is computed, of shape (B,); nll_loss is a scalar.
 
-    A log-ratio is log(pi(y|x) / pi_ref(y|x)), a score f'(pi / pi_ref), for the reverse KL the
-    log-ratio itself; margins are chosen minus rejected log-probability.
+    A log-ratio is log(pi(y|x) / pi_ref(y|x)). A score is f'(pi / pi_ref), which for the reverse KL
+    is the log-ratio. A margin is the chosen minus the rejected log-probability. A length is a
+    number of tokens, or 1 if log-probabilities are means. A pair is present if it has a kept token.
     """
 
     chosen_logratio: Tensor
@@ -38,16 +39,17 @@ class PairOptions(NamedTuple):
 
 
 def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigma(z), with the label flipped in a share of label_smoothing."""
+    """Return -log sigma(z) with smoothed labels: flipped with probability label_smoothing."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
 def difference(pairs: Pairs, options: PairOptions) -> Tensor:
+    """Return beta times the difference of the scores."""
     return options.beta * (pairs.chosen_score - pairs.rejected_score)
 
 
 def normalized_difference(pairs: Pairs) -> Tensor:
-    """The difference of the scores per token."""
+    """Return the difference of the scores per token, without beta."""
     chosen = pairs.chosen_score / pairs.chosen_length
     return chosen - pairs.rejected_score / pairs.rejected_length
 
@@ -73,7 +75,7 @@ def ipo(pairs: Pairs, options: PairOptions) -> Tensor:
 
 
 def exo_pair(pairs: Pairs, options: PairOptions) -> Tensor:
-    """The KL divergence of the model's preference from the labels', which are 1 - eps and eps."""
+    """Return the KL divergence of the model's preference from the labels', 1 - eps and eps."""
     z = difference(pairs, options)
     chosen = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-options.label_smoothing))
     return chosen + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(options.label_smoothing))
@@ -101,7 +103,7 @@ def sppo_hard(pairs: Pairs, options: PairOptions) -> Tensor:
 
 
 def sorted_difference(high: Tensor, low: Tensor, pairs: Pairs, options: PairOptions) -> Tensor:
-    """The loss of sorted values, of which those of absent pairs stand last and give zero."""
+    """Return the losses of the differences of sorted values; absent pairs come last and give 0."""
     last = torch.finfo(high.dtype).max
     ordered = [x.masked_fill(~pairs.present, last).sort().values for x in (high, low)]
     rank = torch.arange(high.shape[0], device=high.device)
@@ -137,7 +139,7 @@ def discopop(pairs: Pairs, options: PairOptions) -> Tensor:
 
 
 def sft(pairs: Pairs, options: PairOptions) -> Tensor:
-    """A mean over the batch's tokens, of shape (): it has no value for each pair."""
+    """Return a mean over the batch's tokens, of shape (): there is no value for each pair."""
     return pairs.nll_loss
 
 

@@ -1,4 +1,4 @@
-"""The policy terms that `grpo_loss` knows, one value a token, each a function of ratios."""
+"""The policy terms among which `grpo_loss` chooses: a value for each token, from ratios."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .sequences import kept
 
 
 class Ratios(NamedTuple):
-    """What the policy term is computed from.
+    """The values from which the policy term is computed.
 
-    log_prob and log_ratio, (B, T), are zero where the mask is not. ratio is (B, T), or (B, 1) at
+    log_prob and log_ratio, (B, T), are zero where the mask is False. ratio is (B, T), or (B, 1) at
     the level of sequences; advantages, and vllm_is_ratio if it is not None, (B, 1) or (B, T).
     """
 
@@ -41,7 +41,7 @@ class PolicyOptions(NamedTuple):
 
 
 def clipped(ratios: Ratios, options: PolicyOptions) -> Tensor:
-    """PPO's term, with the ratio bounded by delta where the advantage is negative too."""
+    """Return PPO's term. With delta, the ratio has a bound for negative advantages too."""
     inside = ratios.ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     ratio = ratios.ratio if options.delta is None else ratios.ratio.clamp(max=options.delta)
     return corrected(-torch.min(ratio * ratios.advantages, inside * ratios.advantages), ratios)
@@ -64,12 +64,12 @@ def vespo(ratios: Ratios, options: PolicyOptions) -> Tensor:
     return -vespo_weight(ratios, options) * ratios.advantages * ratios.log_prob
 
 
-# The bounds of the authors' code, between which the weight of a sequence is computed.
+# The bounds of log-ratios in the code of VESPO's authors.
 LOG_SMALLEST, LOG_LARGEST = math.log(1e-8), 20.0
 
 
 def vespo_weight(ratios: Ratios, options: PolicyOptions) -> Tensor:
-    """phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w, without gradient."""
+    """Return phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w, without gradient."""
     log_ratio = ratios.log_ratio.detach().clamp(-LOG_LARGEST, LOG_LARGEST)
     log_w = log_ratio.sum(-1, keepdim=True)
     if ratios.vllm_is_ratio is not None:
@@ -87,7 +87,7 @@ def vespo_weight(ratios: Ratios, options: PolicyOptions) -> Tensor:
 
 
 def corrected(term: Tensor, ratios: Ratios) -> Tensor:
-    """The term times the ratio of the trainer's to the sampler's probabilities."""
+    """Return the term times vllm_is_ratio, the trainer's probability over the sampler's."""
     return term if ratios.vllm_is_ratio is None else term * ratios.vllm_is_ratio
 
 
@@ -103,8 +103,11 @@ POLICY_TERMS: dict[str, Callable[[Ratios, PolicyOptions], Tensor]] = {
 def clip_flags(
     loss_type: str, ratios: Ratios, options: PolicyOptions
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Where the ratio is outside of its lower and of its upper bound, and gets no gradient for it
-    (cispo: less than its own); None for a bound that the loss type does not have."""
+    """Return where the ratio is beyond its lower bound, and where it is beyond its upper bound.
+
+    There the token gets no gradient (in cispo a smaller one). A bound that the loss type does not
+    have is None.
+    """
     if loss_type in CLIPPED:
         low = (ratios.ratio < 1 - options.epsilon_low) & (ratios.advantages < 0)
         return low, (ratios.ratio > 1 + options.epsilon_high) & (ratios.advantages > 0)

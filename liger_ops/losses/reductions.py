@@ -1,4 +1,4 @@
-"""From the loss of tokens to that of a batch: the divisors in which the policy losses differ."""
+"""Reductions of the losses of tokens to that of a batch. Policy losses differ in the divisor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sequences import batch_mean, token_counts
 
 
 class Divisors(NamedTuple):
-    """The mask, and what the caller knows of the whole batch."""
+    """The mask, and the caller's numbers for the whole batch."""
 
     mask: Tensor
     max_completion_length: int | None

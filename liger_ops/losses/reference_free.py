@@ -1,4 +1,4 @@
-"""Losses of preference pairs that need no reference: ORPO, CPO and SimPO."""
+"""Losses of preference pairs without a reference: ORPO, CPO and SimPO."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from torch.nn.functional import logsigmoid
 from .checks import check_choice, check_mask, check_number, check_values
 from .outputs import PreferenceOutput
 from .pair_losses import smoothed
-from .sequences import batch_mean, check_pairs, halves, nll, of_sequences
+from .sequences import batch_mean, check_pairs, halves, nll, sequence_values
 
 
 def orpo_loss(
     log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, alpha: float = 1.0,
     nll_mask: Tensor | None = None, nll_log_prob: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
-    """The odds ratio loss of preference pairs, with the loss of the chosen responses' tokens.
+    """Compute the odds ratio loss of preference pairs, plus the loss of the chosen tokens.
 
         P = exp(mean of log_prob over a response's tokens),  odds = P / (1 - P)
         loss = alpha * nll - beta * mean over the pairs of log s(log(odds_w / odds_l))
 
-    nll is the mean of -log_prob over the chosen tokens in nll_mask. A pair in which a response has
-    no kept token has no odds: it gives zero, and still counts in the mean.
+    nll is the mean of -log_prob over the tokens of the chosen responses in nll_mask. A pair with a
+    response without kept tokens has no odds: it gives zero, and still counts in the mean.
 
     Args:
         log_prob, mask: as for `dpo_loss`.
         beta: the weight of the odds ratio, lambda in the paper; above 0.
         alpha: the weight of nll; 0 leaves it out.
-        nll_mask: (2B, T), of which the first half says which tokens are in nll; mask if None. The
-            authors' code takes the prompt's tokens too.
-        nll_log_prob: (2B, T), of which the first half is in nll; log_prob if None. It is for tokens
-            in nll that are not those of the responses.
+        nll_mask: (2B, T), whose first half says which tokens are in nll; mask if None. The authors'
+            code takes the prompt's tokens too.
+        nll_log_prob: (2B, T), whose first half is used in nll; log_prob if None. It is for an nll
+            of other tokens than those of the responses.
 
     Returns:
         PreferenceOutput, with means of log-probabilities; the rewards are beta times these, and
-        log_odds is log(odds_w / odds_l). float64 for float64 log_prob, else float32, which the
-        arithmetic is in.
+        log_odds is log(odds_w / odds_l). Computed in float64 for float64 log_prob, else in float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or nll_log_prob is not a floating-point tensor, a mask is not a tensor,
+            or beta or alpha is not a number.
+        ValueError: log_prob is not (2B, T), another tensor does not have its shape, or beta is not
+            above 0.
 
     Source: arXiv:2403.07691, eqs. 4 and 7.
 
@@ -70,7 +72,7 @@ def cpo_loss(
     loss_type: str = "sigmoid", label_smoothing: float = 0.0, average_log_prob: bool = False,
     nll_mask: Tensor | None = None, nll_log_prob: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
-    """The contrastive loss of preference pairs, with the loss of the chosen responses' tokens.
+    """Compute the contrastive loss of preference pairs, plus the loss of the chosen tokens.
 
         d = log pi(y_w|x) - log pi(y_l|x)
         loss = alpha * nll + the mean over the pairs of
@@ -78,8 +80,8 @@ def cpo_loss(
             hinge:    max(0, 1 - beta d)
             ipo:      (d - 1 / (2 beta))^2, with means over tokens
 
-    The paper's nll is a sum over a response's tokens; its authors' code, TRL and Liger-Kernel take
-    the mean over all of the batch, as does this function. A pair without any kept token gives zero,
+    The paper's nll is a sum over a response's tokens. Its authors' code, TRL, Liger-Kernel and this
+    function take the mean over all tokens of the batch. A pair without any kept token gives zero,
     and still counts in the mean.
 
     Args:
@@ -90,11 +92,15 @@ def cpo_loss(
         label_smoothing: e, in [0, 1); 0 for hinge and ipo.
 
     Returns:
-        PreferenceOutput; the rewards are beta times the log-probabilities. float64 for float64
-        log_prob, else float32, which the arithmetic is in.
+        PreferenceOutput; the rewards are beta times the log-probabilities. Computed in float64 for
+        float64 log_prob, else in float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or nll_log_prob is not a floating-point tensor, a mask is not a tensor,
+            or an option is not of its type.
+        ValueError: log_prob is not (2B, T), another tensor does not have its shape, beta is not
+            above 0, loss_type is unknown, label_smoothing is not in [0, 1), or it is not 0 for
+            hinge or ipo.
 
     Source: arXiv:2401.08417, eq. 3, and its authors' code, fe1ixxu/ALMA.
 
@@ -126,7 +132,7 @@ def simpo_loss(
     label_smoothing: float = 0.0, nll_mask: Tensor | None = None,
     nll_log_prob: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
-    """The loss of preference pairs by means over tokens, with a target margin.
+    """Compute a loss of preference pairs from means over tokens, with a target margin.
 
         z = beta * (mean log_prob of the chosen - mean log_prob of the rejected) - gamma
         loss = alpha * nll + the mean over the pairs of -(1 - e) log s(z) - e log s(-z)
@@ -143,11 +149,14 @@ def simpo_loss(
         label_smoothing: e, in [0, 1).
 
     Returns:
-        PreferenceOutput, with means of log-probabilities; the rewards are beta times these. float64
-        for float64 log_prob, else float32, which the arithmetic is in.
+        PreferenceOutput, with means of log-probabilities; the rewards are beta times these.
+        Computed in float64 for float64 log_prob, else in float32.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob or nll_log_prob is not a floating-point tensor, a mask is not a tensor,
+            or an option is not a number.
+        ValueError: log_prob is not (2B, T), another tensor does not have its shape, beta is not
+            above 0, or label_smoothing is not in [0, 1).
 
     Source: arXiv:2405.14734.
 
@@ -172,9 +181,10 @@ def pair_loss(
     beta: float, alpha: float, nll_mask: Any, nll_log_prob: Any, *,
     average: bool, needs_both: bool = False,
 ) -> PreferenceOutput:  # fmt: skip
-    """The mean of losses(chosen, rejected) over the pairs, plus alpha times the chosen tokens'.
+    """Compute the mean of losses(chosen, rejected) over the pairs, plus alpha times nll.
 
-    A pair gives zero if neither response has a kept token, or with needs_both if one has none.
+    A pair gives zero if neither response has a kept token or, with needs_both, if one of them has
+    none.
     """
     check_pairs(function, log_prob, mask)
     check_number(function, "beta", beta, above=0)
@@ -189,7 +199,7 @@ def pair_loss(
         nll_log_prob = log_prob
     else:
         check_values(function, "nll_log_prob", nll_log_prob, like=log_prob)
-    sequences = of_sequences(function, log_prob, mask, average)
+    sequences = sequence_values(function, log_prob, mask, average)
     chosen, rejected = halves(sequences.log_prob)
     counts = torch.stack(halves(sequences.tokens))
     present = (counts > 0).all(0) if needs_both else (counts > 0).any(0)
@@ -208,10 +218,10 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x <= 0, where it has no cancellation; log(tiny) of 0."""
+    """Return log(1 - exp(x)) for x <= 0 without cancellation; log(tiny) for x = 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = x > -math.log(2)
-    # Each branch has a harmless argument where the other is taken, so that no gradient is NaN.
+    # Each branch gets -1 where the other is taken, so that its gradient there is not NaN.
     of_near = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
     return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 

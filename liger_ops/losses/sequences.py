@@ -1,4 +1,4 @@
-"""From values of tokens to values of sequences."""
+"""Values of sequences from values of their tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .checks import check_mask, check_number, check_per_sequence, check_values
 
 
 class Sequences(NamedTuple):
-    """Log-probabilities of sequences and how many tokens of each are kept, both of shape (B,)."""
+    """Log-probabilities of sequences, and their numbers of kept tokens, both of shape (B,)."""
 
     log_prob: Tensor
     tokens: Tensor
 
 
 def kept(values: Tensor, mask: Tensor) -> Tensor:
-    """values where the mask is, zero elsewhere: not even NaN or inf passes from there."""
+    """Return values where the mask is True, and zero elsewhere, even for NaN and inf."""
     return values.masked_fill(~mask, 0.0)
 
 
@@ -28,47 +28,51 @@ def token_counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen and the rejected half of a batch of pairs."""
+    """Return the chosen and the rejected half of a batch of pairs."""
     pairs = x.shape[0] // 2
-    # Both of size `pairs`, where a slice to the end has another symbol while tracing.
+    # narrow gives both halves the size `pairs`. While tracing, the size of a slice to the end would
+    # be another symbol.
     return x.narrow(0, 0, pairs), x.narrow(0, pairs, pairs)
 
 
 def batch_mean(x: Tensor) -> Tensor:
-    """The mean over a batch; zero of an empty batch."""
+    """Return the mean over a batch; zero for an empty batch."""
     return x.sum() / max(x.shape[0], 1)
 
 
 def sequence_log_prob(
     log_prob: Tensor, mask: Tensor, *, average_log_prob: bool = False, ld_alpha: float | None = None
 ) -> Tensor:
-    """The log-probability of each sequence, from those of its tokens.
+    """Compute the log-probability of each sequence from those of its tokens.
 
         sum over the kept tokens t of w_t log_prob_t
 
-    A reference's values that are computed before the training are stored in this form, made with
-    the options with which the loss is called.
+    A reference's values may be computed before the training and stored in this form. Use the same
+    options here as in the loss.
 
     Args:
         log_prob: (B, T), floating point: the log-probability of each token.
-        mask: (B, T): a token is kept where the mask is not zero. What stands elsewhere in log_prob
-            changes nothing, NaN and inf included.
+        mask: (B, T): a token is kept where the mask is not zero. The values of log_prob at other
+            tokens have no effect, even NaN and inf.
         average_log_prob: divide by the number of kept tokens.
-        ld_alpha: the weight w_t of the tokens by which a response is longer than the other of its
-            pair, in [0, 1]; the others have weight 1. The first half of the batch are then the
-            chosen responses and the second the rejected ones.
+        ld_alpha: the weight w_t, in [0, 1], of the tokens by which a response is longer than the
+            other response of its pair; all other tokens have weight 1. The first half of the batch
+            must be the chosen responses, and the second half the rejected ones.
 
     Returns:
         (B,), float64 for float64 log_prob, else float32. A sequence without a kept token has 0.
 
     Raises:
-        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+        TypeError: log_prob is not a floating-point tensor, mask is not a tensor, or ld_alpha is not
+            a number.
+        ValueError: log_prob is not (B, T), or B is odd with ld_alpha; mask does not have its shape;
+            or ld_alpha is not in [0, 1].
 
     Source: LD-DPO, arXiv:2409.06411, for ld_alpha.
     """
     check = check_batch if ld_alpha is None else check_pairs
     check("sequence_log_prob", log_prob, mask)
-    return of_sequences(
+    return sequence_values(
         "sequence_log_prob", log_prob, mask != 0, average_log_prob, ld_alpha
     ).log_prob
 
@@ -85,9 +89,10 @@ def check_pairs(function: str, log_prob: Any, mask: Any) -> None:
         raise ValueError(f"{text}, got an odd batch, of shape {tuple(log_prob.shape)}")
 
 
-def of_sequences(
+def sequence_values(
     function: str, log_prob: Tensor, mask: Tensor, average: bool, ld_alpha: float | None = None
 ) -> Sequences:
+    """Sum log_prob over the kept tokens of each sequence, or average it."""
     values = kept(widened(log_prob), mask)
     tokens = token_counts(mask, values.dtype)
     if ld_alpha is not None:
@@ -98,17 +103,18 @@ def of_sequences(
 
 
 def length_weights(tokens: Tensor, mask: Tensor, ld_alpha: float) -> Tensor:
-    """1 for the tokens up to the length of the pair's shorter response, ld_alpha for the rest."""
+    """Return 1 for tokens up to the length of the pair's shorter response, else ld_alpha."""
+    # Repeated: the shorter length of a pair is for both of its responses.
     shared = torch.minimum(*halves(tokens)).repeat(2)
     weights = torch.full_like(mask, ld_alpha, dtype=tokens.dtype)
     return weights.masked_fill(mask.cumsum(-1) <= shared[:, None], 1.0)
 
 
-def of_reference(
+def reference_values(
     function: str, log_prob: Tensor, mask: Tensor, ref_log_prob: Any, policy: Sequences,
     average: bool, ld_alpha: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The reference's log-probability of each sequence, without gradient; zeros for None."""
+    """Return the reference's log-probability of each sequence, without gradient; zeros for None."""
     if ref_log_prob is None:
         return torch.zeros_like(policy.log_prob)
     if isinstance(ref_log_prob, Tensor) and ref_log_prob.dim() == 1:
@@ -116,9 +122,9 @@ def of_reference(
         return ref_log_prob.detach().to(policy.log_prob.dtype)
     check_values(function, "ref_log_prob", ref_log_prob, like=log_prob)
     ref = ref_log_prob.detach().to(policy.log_prob.dtype)
-    return of_sequences(function, ref, mask, average, ld_alpha).log_prob
+    return sequence_values(function, ref, mask, average, ld_alpha).log_prob
 
 
 def nll(log_prob: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean of -log_prob over the kept tokens; zero if there are none."""
+    """Return the mean of -log_prob over the kept tokens; zero if there are none."""
     return -kept(log_prob.to(dtype), mask).sum() / mask.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""Modules that call the ops: those that each family's file has in `__all__`."""
+"""Modules that call the ops; each family's file lists its modules in `__all__`."""
 
 from .activations import *
 from .attention import *

@@ -1,4 +1,4 @@
-"""Modules for the activations of MLPs."""
+"""Activations of MLPs, as modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..ops.activations.clamped_swiglu import clamped_swiglu
 from ..ops.activations.geglu import geglu
 from ..ops.activations.relu_squared import relu_squared
 from ..ops.activations.swiglu import swiglu
-from .derived import Options, documented, no_rows
+from .derived import OptionsModule, documented, no_rows
 
 __all__ = ["GEGLU", "ClampedSwiGLU", "ReLUSquared", "SwiGLU"]
 
 
-class _GateOptions(Options):
+class _GateOptions(OptionsModule):
     def _check(self) -> None:
         self(no_rows(2))
 
@@ -40,7 +40,7 @@ class SwiGLU(_GateOptions):
 @documented(clamped_swiglu)
 @dataclass(eq=False, repr=False)
 class ClampedSwiGLU(_GateOptions):
-    """SwiGLU with clamped inputs, as in GPT-OSS.
+    """The SwiGLU activation with clamped inputs, as in GPT-OSS.
 
     Example:
         >>> pairs = torch.tensor([9.0, -9.0, 1.0, 1.0])

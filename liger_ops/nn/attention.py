@@ -1,4 +1,4 @@
-"""Attention in windows, the mixing of its weights, and attention residuals, as modules."""
+"""Neighborhood attention, multi-token attention and attention residuals, as modules."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from ..ops.attention.attn_res import attn_res
 from ..ops.attention.multi_token_attention import multi_token_attention
 from ..ops.attention.neighborhood_attention import neighborhood_attention
 from ..ops.attention.windows import per_dimension
-from .derived import Options, check_size, documented, named
+from .derived import OptionsModule, check_size, documented, named
 
 __all__ = ["AttnRes", "MultiTokenAttention", "NeighborhoodAttention"]
 
 
 @documented(neighborhood_attention)
 @dataclass(eq=False, repr=False)
-class NeighborhoodAttention(Options):
-    """Attention of every query to the keys in a window around it.
+class NeighborhoodAttention(OptionsModule):
+    """Attention of every query to the keys in a window around the query.
 
     It has no parameters: a model's own layers project to query, key and value.
 
     Args:
-        kernel_size: the keys of a window; a value for every dimension, or a list of one for each.
-        dilation: the distance of two neighbouring keys of a window; likewise.
+        kernel_size: the number of keys in a window; a value for all dimensions, or a list with one
+            for each dimension.
+        dilation: the distance of two neighbouring keys in a window; likewise.
         is_causal: whether a query attends to no later position; likewise.
         border: "clipped", as in Liger-Kernel, or "shifted", as in NATTEN.
-        scale: by which scores are multiplied; None for 1 / sqrt(D).
+        scale: the factor of the scores; None for 1 / sqrt(D).
 
     Example:
         >>> query, value = torch.zeros(1, 1, 4, 1), torch.arange(4.0).view(1, 1, 4, 1)
@@ -44,9 +45,10 @@ class NeighborhoodAttention(Options):
     scale: float | None = None
 
     def _check(self) -> None:
-        """Raise as the op does for dimensions of any length."""
-        given = (self.kernel_size, self.dilation, self.is_causal)
-        dims = max(len(per_dimension(values, 1)) for values in given)
+        """Raise the op's own errors now, except those that depend on the inputs' lengths."""
+        options = (self.kernel_size, self.dilation, self.is_causal)
+        dims = max(len(per_dimension(values, 1)) for values in options)
+        # Dimensions so long that every window fits; without samples nothing is computed.
         query = torch.empty(0, 1, *[2**20] * dims, 1, device="meta")
         neighborhood_attention(query, query, query, *self.options)
 
@@ -56,19 +58,19 @@ class NeighborhoodAttention(Options):
 
 @documented(multi_token_attention)
 class MultiTokenAttention(nn.Module):
-    """The weights of causal attention, mixed over neighbouring queries, keys and heads.
+    """Causal attention weights, mixed over neighbouring queries, keys and heads.
 
     Its arguments are those of `torch.nn.Conv2d`, and of Liger-Kernel's `LigerMultiTokenAttention`.
 
     Args:
         in_channels: the number C of heads of scores.
         out_channels: the number E of heads of the result.
-        kernel_size: of the convolution over queries and keys; a value for both dimensions, or a
-            list of one for each.
+        kernel_size: the size of the convolution over queries and keys; a value for both dimensions,
+            or a list with one for each.
         bias: whether the module has a bias.
 
     Attributes:
-        weight: (E, C / groups, P, Q). It starts as that of `torch.nn.Conv2d`.
+        weight: (E, C / groups, P, Q). It starts as the weight of `torch.nn.Conv2d`.
         bias: (E,), or None. It starts as zeros.
 
     Example:
@@ -104,7 +106,7 @@ class MultiTokenAttention(nn.Module):
         self.reset_parameters()
 
     def _check_options(self) -> None:
-        """Raise as the op does for scores of any length."""
+        """Raise the op's own errors now, except those that depend on the length of scores."""
         with torch.device("meta"):
             scores, weight = torch.empty(0, self.in_channels, 2**20, 2**20), self.weight
             multi_token_attention(scores, torch.empty(weight.shape), None, *self._options)

@@ -19,10 +19,10 @@ __all__ = ["CrossEntropyLoss", "CrossEntropyOutput", "LinearCrossEntropyLoss"]
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The output of a loss module that returns more than the loss; fields not asked for are None.
+    """The output of a loss module that returns more than the loss. Fields not requested are None.
 
-    loss and z_loss are differentiable. token_accuracy is a scalar: the share of tokens, without the
-    ignored ones, whose predicted class is the target; NaN if all are ignored. predicted_tokens and
+    loss and z_loss are differentiable. token_accuracy is a scalar: the share of the tokens that are
+    not ignored whose predicted class is the target; NaN if all are ignored. predicted_tokens and
     entropy have the shape of target.
     """
 
@@ -97,7 +97,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     @property
     def has_parts(self) -> bool:
-        """Whether the result is a CrossEntropyOutput."""
+        """True if the result is a CrossEntropyOutput, and not the loss alone."""
         return self.return_z_loss or self.wants_predicted or self.return_entropy
 
     def _output(self, target: Tensor, outputs: tuple[Any, ...]) -> Tensor | CrossEntropyOutput:
@@ -116,7 +116,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
-        """The options that differ from torch's defaults."""
+        """Show the options that differ from their defaults."""
         defaults = inspect.signature(type(self)).parameters
         return ", ".join(
             f"{name}={getattr(self, name)!r}"
@@ -127,13 +127,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 @documented(linear_cross_entropy)
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """Cross-entropy of the logits of a linear head, computed in chunks without keeping the logits.
+    """Cross-entropy of the logits of a linear head, which are computed in chunks and not kept.
 
     The head is an argument of each call, so it may share its weight with an embedding;
     `torch.nn.LinearCrossEntropyLoss` owns its head instead.
 
     Args:
-        weight: of the constructor, `class_weight` of the op, (V,); of the forward, the head's
+        weight: in the constructor, the op's `class_weight`, (V,); in the forward, the head's
             weight, (V, D), of x's dtype.
         size_average, reduce: deprecated, as for `torch.nn.CrossEntropyLoss`.
         num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
@@ -191,7 +191,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) -> Tensor | None:
-    """num_items_in_batch as a tensor on the device, without waiting for the device."""
+    """Return num_items_in_batch as a tensor on the device, without waiting for the device."""
     if num_items_in_batch is None:
         return None
     if isinstance(num_items_in_batch, Tensor):
@@ -205,6 +205,6 @@ def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) ->
 
 
 def token_accuracy(predicted_tokens: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The share of tokens, without the ignored ones, whose prediction is the target."""
+    """Return the share of the tokens that are not ignored whose prediction is the target."""
     kept = target != ignore_index
     return ((predicted_tokens == target) & kept).sum() / kept.sum()

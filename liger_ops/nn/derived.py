@@ -1,4 +1,4 @@
-"""What a module has from its op: its documentation, and its options."""
+"""Parts of a module that follow from its op: the documentation, and the options."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source|Example):(?=\s)"
 _BLOCK = re.compile(r"^ {4}.*(?:\n+ {4}.*)*", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+(?:,\s+\w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
-# Parameters of constructors that several modules have, and no op.
+# Descriptions of constructor parameters that several modules have, but no op.
 _COMMON = """
     hidden_size: the size N of the last dimension; None for any size, only without a weight.
     elementwise_affine: whether the module has a weight.
-    device, dtype: of the parameters.
+    device, dtype: the device and dtype of the parameters.
 """
 
 
 def documented(op: Callable[..., Any], **as_in_op: str) -> Callable[[Class], Class]:
-    """Complete the docstring of a module that calls `op` by that of `op`.
+    """Complete the docstring of a module that calls `op` with parts of the op's docstring.
 
-    The class says what the module is, describes the parameters that the op lacks under "Args", and
-    has its "Attributes" and an "Example". The rest is the op's: the equation, the other arguments,
-    the shapes, the result and the errors. `as_in_op` renames arguments of `forward`: input="x"
-    means that input is the op's x.
+    The docstring of the class says what the module is, describes under "Args" the parameters that
+    the op lacks, and has "Attributes" and an "Example". The rest comes from the op: the equation,
+    the other arguments, the shapes, the result and the errors. `as_in_op` maps arguments of
+    `forward` to the op's: input="x" means that input is the op's x.
     """
 
     def decorate(cls: Class) -> Class:
@@ -43,11 +43,13 @@ def documented(op: Callable[..., Any], **as_in_op: str) -> Callable[[Class], Cla
 
 
 def _docstring(cls: type, op: Callable[..., Any], as_in_op: dict[str, str]) -> str:
-    of_op_text = op.__doc__ or ""
-    for ours, theirs in as_in_op.items():
-        of_op_text = re.sub(rf"\b{theirs}\b", ours, of_op_text)
-    own, of_op = sections(cls.__doc__), sections(of_op_text)
+    op_text = op.__doc__ or ""
+    for in_module, in_op in as_in_op.items():
+        op_text = re.sub(rf"\b{in_op}\b", in_module, op_text)
+    own, of_op = sections(cls.__doc__), sections(op_text)
+    # The first indented block is the equation. A class may write its own.
     equation = None if _BLOCK.search(own[""]) else _BLOCK.search(of_op[""])
+    # Later descriptions override earlier ones.
     texts = entries(of_op["Args"]) | entries(_COMMON) | entries(own.get("Args", ""))
     text = [own[""], *([equation.group()] if equation else [])]
     text.append(f"See `liger_ops.{op.__name__}` for precision, memory and gradient.")
@@ -63,26 +65,27 @@ def _docstring(cls: type, op: Callable[..., Any], as_in_op: dict[str, str]) -> s
 
 
 def _arguments(method: Callable[..., Any]) -> tuple[str, ...]:
-    # inspect.signature would be a tenth of `import liger_ops`'s own time.
+    # Not by inspect.signature, which would take a tenth of the time of `import liger_ops`.
     code = method.__code__
     return code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
 
 def sections(docstring: str | None) -> dict[str, str]:
-    """The sections of a docstring, and under "" the text before them."""
+    """Return the sections of a docstring by their titles, and under "" the text before them."""
     text, *parts = _SECTION.split(inspect.cleandoc(docstring or ""))
     bodies = (part.strip("\n") for part in parts[1::2])
     return {"": text.strip(), **dict(zip(parts[::2], bodies, strict=True))}
 
 
 def entries(section: str) -> dict[str, str]:
+    """Return the description of each name in a section; names before a colon share one."""
     return {
         name: text for names, text in _ENTRY.findall(section) for name in re.split(r",\s+", names)
     }
 
 
 def described(names: Iterable[str], described: dict[str, str]) -> str:
-    """An entry for each run of names that have one description."""
+    """Write a section: one entry for each run of names that have the same description."""
     lines: list[tuple[list[str], str]] = []
     for name in names:
         if lines and described[name] == lines[-1][1]:
@@ -92,10 +95,10 @@ def described(names: Iterable[str], described: dict[str, str]) -> str:
     return "\n".join(f"    {', '.join(group)}: {text}" for group, text in lines)
 
 
-class Options(nn.Module):
-    """A dataclass without parameters, whose fields are the options of an op, in its order."""
+class OptionsModule(nn.Module):
+    """A dataclass without parameters, whose fields are the options of an op, in the op's order."""
 
-    # Whether repr shows the options that have their default values.
+    # If False, repr leaves out the options that have their default values.
     shows_defaults: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -121,12 +124,12 @@ class Options(nn.Module):
 
 
 def named(module: nn.Module, *names: str) -> str:
-    """Attributes as repr shows them: "eps=1e-06, offset=0.0"."""
+    """Return attributes as repr shows them: "eps=1e-06, offset=0.0"."""
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
 
 def no_rows(width: int = 1, **options: Any) -> Tensor:
-    """A tensor without rows, with which an op checks its options and does nothing else."""
+    """Create a tensor without rows. An op that is called with it only checks its options."""
     return empty(0, width, device="meta", **options)
 
 

@@ -17,15 +17,15 @@ class Embedding(nn.Embedding):
 
         y[i] = weight[indices[i]]
 
-    A torch.nn.Embedding, with its arguments, attributes and state_dict, whose gradient is summed in
-    float32 and in an order that does not change between runs.
+    It is a torch.nn.Embedding, with the same arguments, attributes and state_dict. Its gradient is
+    summed in float32, in an order that does not change between runs.
 
     Args:
         num_embeddings: the number V of vectors.
         embedding_dim: the size D of each.
         padding_idx: an index whose vector is 0 at the start and has no gradient; or None.
-        max_norm, scale_grad_by_freq, sparse: must be off; max_norm would write to the weight in the
-            forward.
+        max_norm, scale_grad_by_freq, sparse: must be None, False and False, else ValueError;
+            max_norm would write to the weight in the forward.
         norm_type, _weight, _freeze: as for `torch.nn.Embedding`.
 
     Attributes:

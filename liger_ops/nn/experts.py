@@ -13,13 +13,12 @@ __all__ = ["MoEExperts"]
 
 @documented(moe_experts)
 class MoEExperts(nn.Module):
-    """The experts of a mixture-of-experts layer, each an MLP, and the sum of those that a router
-    chose for a token.
+    """The experts of a mixture-of-experts layer: MLPs, summed for each token as a router chose.
 
     Args:
         num_experts: the number E of experts.
         hidden_size: the size D of x and y.
-        intermediate_size: the size I between.
+        intermediate_size: the size I of the rows between an expert's two products.
         bias: whether the experts have biases.
 
     Attributes:
@@ -67,7 +66,7 @@ class MoEExperts(nn.Module):
         return self.activation, *scalars, self.interleaved, self.recompute
 
     def reset_parameters(self) -> None:
-        """Set the weights to random values, and the biases to 0."""
+        """Draw the weights as `torch.nn.Linear` does, and set the biases to 0."""
         for weight in (self.gate_up_proj, self.down_proj):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)

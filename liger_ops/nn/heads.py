@@ -15,16 +15,17 @@ from ..ops.heads.linear_divergence import linear_divergence
 from ..ops.heads.linear_log_prob import linear_log_prob
 from ..ops.heads.linear_top_k_divergence import linear_top_k_divergence
 from .derived import documented, no_rows, no_target
-from .losses import LossOptions
+from .losses import LossModule
 
 __all__ = ["LinearDivergence", "LinearLogProb", "LinearTopKDivergence"]
 
 
 @documented(linear_log_prob)
 @dataclass(eq=False, repr=False)
-class LinearLogProb(LossOptions):
-    """The log-probability of each token's target, and the entropy, for the logits of a linear head,
-    computed in chunks without keeping the logits.
+class LinearLogProb(LossModule):
+    """The log-probability of each token's target, and the entropy, of a linear head.
+
+    The logits are computed in chunks and not kept.
 
     Example:
         >>> head = torch.nn.Linear(8, 4, bias=False)
@@ -55,9 +56,10 @@ class LinearLogProb(LossOptions):
 
 @documented(linear_divergence)
 @dataclass(eq=False, repr=False)
-class LinearDivergence(LossOptions):
-    """The divergence of a student's head from its teacher's, mixed with the cross-entropy of
-    labels, computed in chunks without keeping the logits of either.
+class LinearDivergence(LossModule):
+    """The divergence of a student's head from its teacher's, mixed with cross-entropy.
+
+    The logits of both are computed in chunks and not kept.
 
     Example:
         >>> head = torch.nn.Linear(8, 2, bias=False)
@@ -107,9 +109,11 @@ class LinearDivergence(LossOptions):
 
 @documented(linear_top_k_divergence)
 @dataclass(eq=False, repr=False)
-class LinearTopKDivergence(LossOptions):
-    """The divergence of a student's head from a teacher that lists some words of each token with
-    their log-probabilities, computed in chunks without keeping the logits.
+class LinearTopKDivergence(LossModule):
+    """The divergence of a student's head from a teacher that lists some words of each token.
+
+    The teacher gives the log-probabilities of these words. The student's logits are computed in
+    chunks and not kept.
 
     Example:
         >>> head = torch.nn.Linear(8, 4, bias=False)

@@ -67,22 +67,22 @@ class MHCCoeffs(nn.Module):
         return self.tmax, self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult
 
     def reset_parameters(self) -> None:
-        """Set phi to random values, b to 0 and the factors to 1."""
+        """Draw phi from a normal distribution, and set b to 0 and the alphas to 1."""
         nn.init.normal_(self.phi, std=0.02)
         nn.init.zeros_(self.b)
         for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
             nn.init.ones_(alpha)
 
     def coefficients(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h_pre, h_post and h_res of x."""
+        """Compute h_pre, h_post and h_res of x."""
         if x.shape[-2:] != (self.hc, self.hidden_size):
             raise ValueError(
                 f"{type(self).__name__}: x must be (..., {self.hc}, {self.hidden_size}),"
                 f" got shape {tuple(x.shape)}"
             )
         alphas = (self.alpha_pre, self.alpha_post, self.alpha_res)
-        given: tuple[Any, ...] = (x, self.phi, self.b, *alphas, *self._options())
-        return mhc_coeffs(*given)
+        arguments: tuple[Any, ...] = (x, self.phi, self.b, *alphas, *self._options())
+        return mhc_coeffs(*arguments)
 
     def forward(self, x: Tensor) -> Any:
         return self.coefficients(x)
@@ -103,10 +103,10 @@ class MHC(MHCCoeffs):
 
     Args:
         layer: a module that takes and returns (..., C).
-        The others: as for `MHCCoeffs`. `device` is by default that of the layer's first parameter.
+        The others: as for `MHCCoeffs`. By default, `device` is that of the layer's first parameter.
 
     Attributes:
-        layer, and those of `MHCCoeffs`. The names are those of Liger-Kernel's LigerMHC.
+        layer, and the attributes of `MHCCoeffs`. Liger-Kernel's LigerMHC has the same names.
 
     Shape:
         x: (..., hc, C), floating point, any strides; y: the same, contiguous.

@@ -20,14 +20,14 @@ __all__ = ["GroupNorm", "LayerNorm", "ModulatedLayerNorm"]
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm`, with the same arguments and state dict.
 
-    Mean and biased variance are over the last dimensions, those of normalized_shape. It is a
-    subclass, so that code that looks for `torch.nn.LayerNorm`, for example to exclude norms from
-    weight decay, finds it.
+    Mean and biased variance are over the dimensions of normalized_shape, the last ones. The class
+    is a subclass of `torch.nn.LayerNorm`, for code that looks for that class, for example to
+    exclude norms from weight decay.
 
     Args:
         normalized_shape: the size of the last dimension, or the sizes of the last dimensions. None
             for a last dimension of any size, only without parameters.
-        bias: whether it has a bias as well; without a weight it has none.
+        bias: whether the module has a bias beside its weight; without a weight it has no bias.
         input: (..., *normalized_shape), floating point, any strides.
 
     Attributes:
@@ -80,12 +80,13 @@ class LayerNorm(nn.LayerNorm):
 
 @documented(modulated_layer_norm)
 class ModulatedLayerNorm(OptionalWeight):
-    """Layer normalisation with an adaptive scale and shift. y has x's dtype, whatever the dtypes of
-    weight, bias, scale and shift. The blocks of diffusion transformers have neither weight nor
-    bias, which is the default.
+    """Layer normalisation with an adaptive scale and shift.
+
+    y has x's dtype, whatever the dtypes of weight, bias, scale and shift. By default, as in the
+    blocks of diffusion transformers, there is neither weight nor bias.
 
     Args:
-        bias: whether it has a bias as well; without a weight it has none.
+        bias: whether the module has a bias beside its weight; without a weight it has no bias.
 
     Attributes:
         weight, bias: (N,), or None. They start as ones and zeros.
@@ -138,8 +139,8 @@ class GroupNorm(nn.GroupNorm):
 
     Args:
         num_groups: the number of groups, a divisor of num_channels.
-        num_channels: the size C of the second dimension. Without parameters, as in torch, it is not
-            checked: input may have any multiple of num_groups.
+        num_channels: the size C of the second dimension. Without parameters it is not checked, as
+            in torch: input may have any multiple of num_groups.
         affine: whether the module has weight and bias.
 
     Attributes:

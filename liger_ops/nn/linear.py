@@ -1,4 +1,4 @@
-"""A linear layer with a LoRA, and MLPs of which a tile of tokens at a time is in memory."""
+"""A linear layer with a LoRA, and MLPs that are computed a tile of tokens at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LoRALinear", "Tiled", "TiledMLP"]
 
 @documented(lora_linear)
 class LoRALinear(nn.Linear):
-    """A torch.nn.Linear that is frozen, with a LoRA that is trained.
+    """A frozen torch.nn.Linear with a trainable LoRA.
 
     Args:
         in_features, out_features: the sizes D and N.
@@ -25,7 +25,7 @@ class LoRALinear(nn.Linear):
         bias: whether the layer has a bias.
 
     Attributes:
-        weight, bias: as of torch.nn.Linear, without gradients.
+        weight, bias: those of torch.nn.Linear, without gradients.
         a: (R, D), which starts as the weight of torch.nn.Linear.
         b: (N, R), which starts as 0.
 
@@ -60,13 +60,13 @@ class TiledMLP(nn.Module):
 
         y = down_proj(activation(gate_proj(x)) * up_proj(x))
 
-    The weights of the projections are read and their forwards are not called: hooks of theirs do
-    not run, and an adapter in the place of one (peft's LoRA) is refused. `liger_ops.nn.Tiled` takes
-    such an MLP.
+    The weights of the projections are read, but their forwards are not called: their hooks do not
+    run, and an adapter in the place of a projection (peft's LoRA) is refused with TypeError.
+    `liger_ops.nn.Tiled` takes such an MLP.
 
     Args:
         hidden_size: the size D of x and y.
-        intermediate_size: the size I between.
+        intermediate_size: the size I of gate and up.
         bias: whether the projections have biases.
 
     Attributes:
@@ -113,13 +113,13 @@ class TiledMLP(nn.Module):
 
 
 class Tiled(nn.Module):
-    """Any module that treats each token by itself, computed a tile of tokens at a time.
+    """A module that treats each token by itself, computed a tile of tokens at a time.
 
         y[tokens] = module(x[tokens])
 
-    The backward computes each tile again, by torch.utils.checkpoint, and adds each tile's gradient
-    of a parameter to those before, in the parameter's dtype. `liger_ops.nn.TiledMLP` sums them in
-    float32. It compiles without a graph break.
+    The backward computes each tile again, by torch.utils.checkpoint. A parameter's gradient is
+    summed over the tiles in the parameter's dtype; `liger_ops.nn.TiledMLP` sums it in float32. The
+    module compiles without a graph break.
 
     Args:
         module: maps (M, D) to (M, O), each row by itself.
@@ -146,7 +146,7 @@ class Tiled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        # Unlike tensor_split's, these sizes compile once for all numbers of tokens.
+        # These sizes compile once for all numbers of tokens; those of tensor_split do not.
         ends = [rows.shape[0] * i // self.num_tiles for i in range(self.num_tiles + 1)]
         tiles = rows.split([end - start for start, end in pairwise(ends)])
         y = torch.cat([checkpoint(self.module, tile, use_reentrant=False) for tile in tiles])

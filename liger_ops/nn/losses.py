@@ -13,14 +13,17 @@ from ..ops.losses.kl_div import kl_div
 from ..ops.losses.log_prob import log_prob
 from ..ops.losses.router_losses import router_losses
 from ..ops.losses.tvd import tvd
-from .derived import Options, documented, no_rows, no_target
+from .derived import OptionsModule, documented, no_rows, no_target
 
 __all__ = ["JSD", "TVD", "Divergence", "KLDiv", "LogProb", "RouterLosses"]
 
 
-class LossOptions(Options):
-    """The options of a loss, of which repr shows those that differ from their defaults. By default
-    it is a loss of two tensors."""
+class LossModule(OptionsModule):
+    """A loss with options. repr shows the options that differ from their defaults.
+
+    The check of the options calls the loss with two tensors: a loss of other arguments overrides
+    `_check`.
+    """
 
     shows_defaults: ClassVar[bool] = False
 
@@ -30,10 +33,11 @@ class LossOptions(Options):
 
 @documented(kl_div)
 @dataclass(eq=False, repr=False)
-class KLDiv(LossOptions):
+class KLDiv(LossModule):
     """The Kullback-Leibler divergence of log-probabilities from a target.
 
-    `torch.nn.KLDivLoss` and Liger-Kernel's module have the reduction "mean" by default.
+    The default reduction is "batchmean"; that of `torch.nn.KLDivLoss` and of Liger-Kernel's module
+    is "mean".
 
     Example:
         >>> p = torch.tensor([[0.5, 0.5, 0.0]])
@@ -51,7 +55,7 @@ class KLDiv(LossOptions):
 
 @documented(jsd)
 @dataclass(eq=False, repr=False)
-class JSD(LossOptions):
+class JSD(LossModule):
     """The generalised Jensen-Shannon divergence of log-probabilities, the mean over tokens.
 
     Example:
@@ -69,7 +73,7 @@ class JSD(LossOptions):
 
 @documented(tvd)
 @dataclass(eq=False, repr=False)
-class TVD(LossOptions):
+class TVD(LossModule):
     """The total variation distance of probabilities.
 
     Example:
@@ -87,7 +91,7 @@ class TVD(LossOptions):
 
 @documented(divergence)
 @dataclass(eq=False, repr=False)
-class Divergence(LossOptions):
+class Divergence(LossModule):
     """The divergence of a student's distribution from its teacher's, for each token.
 
     Example:
@@ -111,7 +115,7 @@ class Divergence(LossOptions):
 
 @documented(log_prob)
 @dataclass(eq=False, repr=False)
-class LogProb(LossOptions):
+class LogProb(LossModule):
     """The log-probability of each token's target, and the entropy of its distribution.
 
     Example:
@@ -133,7 +137,7 @@ class LogProb(LossOptions):
 
 @documented(router_losses)
 @dataclass(eq=False, repr=False)
-class RouterLosses(LossOptions):
+class RouterLosses(LossModule):
     """The load-balancing loss and the z-loss of the routers of a mixture of experts.
 
     Example:

@@ -1,4 +1,4 @@
-"""What takes the place of a norm or an activation: Dynamic Tanh and PolyNorm, as modules."""
+"""Dynamic Tanh, which replaces a norm, and the PolyNorm activation, as modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DyT", "PolyNorm"]
 
 @documented(dyt)
 class DyT(nn.Module):
-    """Dynamic Tanh, in place of a norm over the last dimension.
+    """Dynamic Tanh, which replaces a norm over the last dimension.
 
     Args:
         hidden_size: the size N of the last dimension.
@@ -63,11 +63,12 @@ class DyT(nn.Module):
 
 @documented(poly_norm)
 class PolyNorm(nn.Module):
-    """The PolyNorm activation. The parameters are those of its authors' module, and of the Motif
-    models.
+    """The PolyNorm activation.
+
+    The parameters are those of its authors' module, and of the Motif models.
 
     Attributes:
-        weight: (3,), of x**3, x**2 and x. It starts as 1 / 3.
+        weight: (3,), the weights of x**3, x**2 and x. It starts as 1 / 3.
         bias: (1,). It starts as 0.
 
     Example:

@@ -15,7 +15,7 @@ __all__ = ["FusedAddRMSNorm", "GatedRMSNorm", "ModulatedRMSNorm", "RMSNorm"]
 
 
 class OptionalWeight(nn.Module):
-    """What the modules of a norm with an optional weight share."""
+    """Base class of norms with an optional weight."""
 
     weight: nn.Parameter | None
 
@@ -37,7 +37,7 @@ class OptionalWeight(nn.Module):
         self.register_parameter("weight", weight)
 
     def _check_width(self, x: Tensor) -> None:
-        # With a weight the op itself checks the width.
+        # With a weight, the op itself compares the widths.
         if self.weight is None and self.hidden_size not in (None, x.shape[-1]):
             raise ValueError(
                 f"{type(self).__name__}: x must be (..., {self.hidden_size}),"
@@ -46,7 +46,7 @@ class OptionalWeight(nn.Module):
 
 
 class RMSNormBase(OptionalWeight):
-    """The options that RMSNorm, FusedAddRMSNorm and ModulatedRMSNorm share."""
+    """Base class of RMSNorm, FusedAddRMSNorm and ModulatedRMSNorm, with their options."""
 
     def __init__(
         self, hidden_size: int | None, eps: float = 1e-6, offset: float = 0.0,
@@ -78,8 +78,9 @@ class RMSNormBase(OptionalWeight):
 
 @documented(rms_norm)
 class RMSNorm(RMSNormBase):
-    """Root-mean-square normalisation over the last dimension. y has x's dtype, whatever the dtype
-    of weight.
+    """Root-mean-square normalisation over the last dimension.
+
+    y has x's dtype, whatever the dtype of weight.
 
     Attributes:
         weight: (N,), or None. It starts as 1 - offset.
@@ -98,8 +99,8 @@ class RMSNorm(RMSNormBase):
 class FusedAddRMSNorm(RMSNormBase):
     """Residual addition, then root-mean-square normalisation.
 
-    For a block that normalises the sum and also passes it on: the sum is written once, and one
-    kernel adds its own gradient to the norm's.
+    It is for a block that normalises the sum and also passes the sum on: the sum is written once,
+    and in the backward one kernel adds the sum's own gradient to the norm's.
 
     Attributes:
         weight: (N,), or None. It starts as 1 - offset.
@@ -117,8 +118,9 @@ class FusedAddRMSNorm(RMSNormBase):
 
 @documented(modulated_rms_norm)
 class ModulatedRMSNorm(RMSNormBase):
-    """Root-mean-square normalisation with an adaptive scale and shift. y has x's dtype, whatever
-    the dtypes of weight, scale and shift.
+    """Root-mean-square normalisation with an adaptive scale and shift.
+
+    y has x's dtype, whatever the dtypes of weight, scale and shift.
 
     Attributes:
         weight: (N,), or None. It starts as 1 - offset.
@@ -140,8 +142,9 @@ class ModulatedRMSNorm(RMSNormBase):
 
 @documented(gated_rms_norm)
 class GatedRMSNorm(OptionalWeight):
-    """Root-mean-square normalisation before or after a gate. y has x's dtype, whatever the dtypes
-    of gate and weight.
+    """Root-mean-square normalisation before or after a gate.
+
+    y has x's dtype, whatever the dtypes of gate and weight.
 
     Attributes:
         weight: (N,), or None. It starts as 1.

@@ -10,25 +10,25 @@ from torch import Tensor, nn
 
 from ..ops.rope.rms_norm_rope import rms_norm_rope
 from ..ops.rope.rope import rope
-from .derived import Options, check_size, documented, named
+from .derived import OptionsModule, check_size, documented, named
 
 __all__ = ["RMSNormRope", "Rope"]
 
 
 @documented(rope)
 @dataclass(eq=False, repr=False)
-class Rope(Options):
+class Rope(OptionsModule):
     """Rotary position embedding of queries and keys.
 
-    It applies the tables cos and sin, the complex cos + i sin, or the matrices, that a model's
-    rotary embedding computes.
+    A model's rotary embedding computes the tables: cos and sin, the complex cos + i sin, or
+    matrices.
 
     Args:
         interleaved: whether the elements of a pair are next to each other (GPT-J, GLM4, Cohere), or
-            in the two halves of a head (Llama and most others). A complex cos implies it, and so do
-            matrices.
+            in the two halves of a head (Llama and most others). A complex cos and matrices imply
+            True.
         per_pair: whether the tables have one value per pair of elements (GPT-OSS). A complex cos
-            implies it.
+            implies True.
         sections: the numbers of pairs that use each of three tables (Qwen2-VL), or None.
         deinterleave: whether interleaved pairs are written in two halves (DeepSeek).
 
@@ -57,8 +57,8 @@ class Rope(Options):
 class RMSNormRope(nn.Module):
     """RMSNorm over the heads of queries and keys, then rotary position embedding.
 
-    It has the weights of both norms (`q_norm` and `k_norm` of Qwen3 and Gemma 3), and applies the
-    tables that a model's rotary embedding computes.
+    It has the weights of both norms (`q_norm` and `k_norm` of Qwen3 and Gemma 3). A model's rotary
+    embedding computes the tables.
 
     Args:
         head_dim: the size D of a head; None for any size, only without weights.

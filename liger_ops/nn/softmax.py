@@ -1,4 +1,4 @@
-"""Softmax, its logarithm, and sparsemax, as modules."""
+"""Softmax, log-softmax and sparsemax, as modules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from numbers import Integral
 
 from torch import Tensor, nn
 
-from ..ops.dimension import over_dim
+from ..ops.dimension import along_dim
 from ..ops.softmax.log_softmax import log_softmax
 from ..ops.softmax.softmax import softmax
 from ..ops.softmax.sparsemax import sparsemax
-from .derived import Options, documented
+from .derived import OptionsModule, documented
 
 __all__ = ["LogSoftmax", "Softmax", "Sparsemax"]
 
@@ -36,7 +36,7 @@ class Softmax(nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return over_dim("Softmax", "input", softmax, input, self.dim)
+        return along_dim("Softmax", "input", softmax, input, self.dim)
 
 
 @documented(log_softmax, input="x")
@@ -59,13 +59,13 @@ class LogSoftmax(nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return over_dim("LogSoftmax", "input", log_softmax, input, self.dim)
+        return along_dim("LogSoftmax", "input", log_softmax, input, self.dim)
 
 
 @documented(sparsemax)
 @dataclass(eq=False, repr=False)
-class Sparsemax(Options):
-    """The projection on the probability simplex.
+class Sparsemax(OptionsModule):
+    """Sparsemax: the Euclidean projection on the probability simplex.
 
     Example:
         >>> liger_ops.nn.Sparsemax()(torch.tensor([[0.5, 1.0, -1.0]]))

@@ -1,4 +1,4 @@
-"""Ops of the last dimension, along another one."""
+"""Applying an op of the last dimension along another dimension."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-def over_dim(
+def along_dim(
     owner: str, argument: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int
 ) -> Tensor:
     """Apply an op of the last dimension along dimension `dim`.
 
-    An error names `owner`, and x as its `argument`.
+    Raise ValueError if x lacks that dimension. The message begins with `owner`, the op or module
+    called, and calls x by the name `argument`.
     """
     if not -x.dim() <= dim < x.dim():
         raise ValueError(

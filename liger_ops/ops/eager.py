@@ -1,4 +1,4 @@
-"""Whether a definition may reuse memory."""
+"""The test by which a definition decides whether it may reuse memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from ..torch_private import len_torch_dispatch_stack
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Whether nothing traces, differentiates or transforms what is computed from these tensors, so
-    that it may be written in place, and computed by kernels of ATen in which nothing else sees the
-    intermediate values."""
+    """Return whether nothing traces, differentiates or transforms the computation on these tensors.
+
+    The computation may then write to its intermediate tensors in place, and may use kernels of ATen
+    that hide intermediate values from a trace or a transform.
+    """
     return not (
         is_differentiated()
         or torch.compiler.is_compiling()

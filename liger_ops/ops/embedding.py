@@ -1,4 +1,4 @@
-"""Rows of a table by their indices, with a gradient that is summed in a fixed order."""
+"""Rows of a table by index, with a gradient that is summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .precision import widened
     strides=torch.Tag.needs_fixed_stride_order, axes="weight=V d, indices=*: int -> y=* d"
 )
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -> Tensor:
-    """The rows of a table, such as the vectors of words.
+    """Look up rows of a table, such as the vectors of words, by index.
 
         y[i] = weight[indices[i]]
         dweight[v] = sum of dy[i] over all i with indices[i] = v; 0 for v = padding_idx
@@ -31,7 +31,7 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -
     of dy's memory for the partial sums of words that occur often; half of dy's if there are fewer
     than 4096 indices.
 
-    An index outside the table is PyTorch's error: IndexError on a CPU, an assertion on a GPU.
+    PyTorch reports an index outside the table: by IndexError on a CPU, by an assertion on a GPU.
     Under autocast the op runs in weight's dtype. float64 runs the definition on every device.
 
     Args:
@@ -44,8 +44,9 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -
         (..., D), contiguous, of weight's dtype.
 
     Raises:
-        TypeError: weight is not floating point, or indices is not int32 or int64.
-        ValueError: weight is not (V, D), padding_idx is not an index of it, or the devices differ.
+        TypeError: weight is not floating point, or indices are not int32 or int64.
+        ValueError: weight does not have two dimensions, padding_idx is outside the table, or the
+            devices differ.
         IndexError: on a CPU, an index is not from 0 to V - 1.
 
     Example:
@@ -66,7 +67,7 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -
 def embedding_backward(
     dy: Tensor, indices: Tensor, num_embeddings: int | torch.SymInt, padding_idx: int | None
 ) -> Tensor:
-    """The gradient of `embedding`.
+    """Compute the gradient of `embedding`.
 
         dweight[v] = sum of dy[i] over all i with indices[i] = v; 0 for v = padding_idx
 
@@ -79,10 +80,11 @@ def embedding_backward(
         dweight: (V, D), contiguous, of dy's dtype.
 
     Raises:
-        TypeError, ValueError: as `embedding`; or dy is not of the shape of indices and (D,).
+        TypeError, ValueError: as `embedding`; or dy does not have the shape of indices and one
+            dimension more.
     """
     padding = -1 if padding_idx is None else row_of(padding_idx, num_embeddings)
-    # PyTorch's function sums each word's rows one after the other.
+    # PyTorch's function adds each word's rows one after the other, in a fixed order.
     dweight = torch.ops.aten.embedding_dense_backward(
         widened(dy).contiguous(), indices, num_embeddings, padding, False
     )
@@ -90,7 +92,7 @@ def embedding_backward(
 
 
 def row_of(padding_idx: int, num_embeddings: int | torch.SymInt) -> Any:
-    """padding_idx as an index from 0: an int or, while tracing, a SymInt."""
+    """Return padding_idx counted from 0: an int or, while tracing, a SymInt."""
     return padding_idx + num_embeddings if padding_idx < 0 else padding_idx
 
 

@@ -1,4 +1,4 @@
-"""A linear layer with a LoRA, of x or of a gated activation."""
+"""A linear layer with a LoRA, whose input is x or a gated activation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def lora_linear(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None,
     up: Tensor | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """A linear layer with a LoRA, without the sum of their weights.
+    """Apply a linear layer with a LoRA, without forming the sum of their weights.
 
         y = x @ weight.T + bias + scale * (x @ a.T) @ b.T
 
-    With `up`, activation(x) * up stands for x, as below a gated MLP's last layer: `swiglu` or
-    `geglu` compute it, and the backward computes it again instead of keeping it.
+    With `up`, the layer's input is activation(x) * up instead of x, as in the last layer of a gated
+    MLP: `swiglu` or `geglu` compute it, and the backward computes it again instead of keeping it.
 
-    Products are PyTorch's, and none is larger than a linear layer's. The second of the LoRA is
-    added to y, and its gradient to dx, within the product. The backward keeps x, up and x @ a.T. A
+    Products are PyTorch's, and none is larger than a linear layer's. The product with b.T is added
+    to y, and its gradient to dx, within the product. The backward keeps x, up and x @ a.T. A
     gradient that is not required, such as a frozen weight's, is neither computed nor allocated.
 
-    y is rounded twice: x @ weight.T + bias, and the sum. With a and b of a wider dtype, float32
-    beside bfloat16, all products of a and b, and what they are added to, have that dtype, for which
-    x, dy and the layer's results are converted. Under autocast, inputs are cast as those of a
-    linear layer are.
+    y is rounded twice: x @ weight.T + bias, and the sum. If a and b have a wider dtype, such as
+    float32 beside bfloat16, all products with a and b, and the sums that they are added to, have
+    that dtype, and x, dy and the layer's results are converted to it. Under autocast, inputs are
+    cast as those of a linear layer are.
 
     Args:
         x: (..., D), floating point.
@@ -47,14 +47,16 @@ def lora_linear(
         scale: the factor of the LoRA.
         bias: (N,), of x's dtype, or None.
         up: (..., D), of x's dtype, or None.
-        activation: "silu"; "gelu", with erf; or "gelu_tanh", its approximation; of x beside up.
+        activation: "silu"; "gelu", with erf; or "gelu_tanh", its approximation: of x, if up is
+            given.
 
     Returns:
         (..., N), contiguous, of x's dtype.
 
     Raises:
-        TypeError: a tensor is not floating point, or not of the dtype above.
-        ValueError: a shape, a device or activation is not as above.
+        TypeError: a tensor is not floating point; weight, bias or up does not have x's dtype, or b
+            a's; or a has a narrower dtype than x.
+        ValueError: the shapes do not fit together, the devices differ, or activation is unknown.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
@@ -72,7 +74,9 @@ def lora_linear(
 
 @library.forward("...", returns="y lora_x", axes=AXES, options={"activation": tuple(ACTIVATIONS)})
 def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
-    """`lora_linear`, in the dtypes of its inputs under autocast too, with what its backward needs.
+    """Compute `lora_linear`, and the product x @ a.T that its backward needs.
+
+    Autocast changes nothing here.
 
     Returns:
         y: the result of `lora_linear`, the only one with a gradient.
@@ -86,7 +90,7 @@ def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
         >>> liger_ops.lora_linear_forward(x, weight, a, b, 0.5)
         (tensor([[4.5000, 4.5000, 4.5000, 4.5000]]), tensor([[3.]]))
     """
-    rows = _input(call)
+    rows = _input_rows(call)
     lora_x = F.linear(rows.to(call.a.dtype), call.a)
     y = F.linear(rows, call.weight, call.bias)
     y = _add_product(y, lora_x, call.b.t(), call.scale)
@@ -99,15 +103,16 @@ def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
     "dy x weight a b bias lora_x up ... output_mask -> dx dweight da db dbias dup",
 )
 def lora_linear_backward(call: Any) -> Any:
-    """The gradient of `lora_linear`."""
+    """Compute the gradient of `lora_linear`."""
     wanted_x, wanted_weight, wanted_a, wanted_b, wanted_bias, wanted_up = call.output_mask
     wanted_x = wanted_x or (wanted_up and call.up is not None)
     dy, lora_x, dtype = rows_of(call.dy), rows_of(call.lora_x), call.a.dtype
-    x, again = None, is_differentiated()
-    if wanted_weight or wanted_a or again:
-        x = _input(call)
-    if x is not None and again:
-        # A gradient of this one goes to x and a through their product.
+    x, second_order = None, is_differentiated()
+    if wanted_weight or wanted_a or second_order:
+        x = _input_rows(call)
+    if x is not None and second_order:
+        # The saved lora_x is a constant to autograd. A second derivative reaches x and a through
+        # their product, which is computed again for it.
         lora_x = F.linear(x.to(dtype), call.a)
     dx = dweight = da = db = dbias = dup = None
     if wanted_bias and call.bias is not None:
@@ -116,7 +121,7 @@ def lora_linear_backward(call: Any) -> Any:
         dweight = dy.t() @ x
     wide = dy.to(dtype)
     if wanted_b:
-        # Without a term, of which the shape alone counts.
+        # With beta=0 addmm does not read its first argument: b and lora_x give the shape alone.
         db = torch.addmm(call.b, wide.t(), lora_x, beta=0, alpha=call.scale)
     if wanted_x or wanted_a:
         dlora_x = torch.addmm(lora_x, wide, call.b, beta=0, alpha=call.scale)
@@ -133,8 +138,8 @@ def lora_linear_backward(call: Any) -> Any:
     return dx, dweight, da, db, dbias, dup
 
 
-def _input(call: Any) -> Tensor:
-    """The rows that are multiplied."""
+def _input_rows(call: Any) -> Tensor:
+    """Return the layer's input as rows: x, or the activation of x and up."""
     if call.up is None:
         return rows_of(call.x)
     gated, options = _activation(call)
@@ -142,7 +147,11 @@ def _input(call: Any) -> Tensor:
 
 
 def _activation(call: Any, suffix: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The device's kernel of the activation, or its definition, and its options."""
+    """Return the activation's function, and its options.
+
+    The function is the device's kernel, or the definition, if there is none or if the computation
+    is traced or differentiated: a kernel is not an op.
+    """
     name, options = ACTIVATIONS[call.activation]
     op = library.OPS[name + suffix]
     kernel = op.kernels.get(call.x.device.type) if is_eager(call.x) else None
@@ -150,8 +159,10 @@ def _activation(call: Any, suffix: str = "") -> tuple[Callable[..., Any], tuple[
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """total + scale * left @ right, summed in left's dtype and rounded to total's. It is in total's
-    memory if the dtypes are equal and nothing else sees it."""
+    """Return total + scale * left @ right, summed in left's dtype and rounded to total's.
+
+    The result takes total's memory if the dtypes are equal and nothing traces or differentiates it.
+    """
     wide = total.to(left.dtype)
     add = wide.addmm_ if is_eager(wide, left, right) else wide.addmm
     return add(left, right, alpha=scale).to(total.dtype)

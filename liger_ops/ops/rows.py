@@ -1,7 +1,8 @@
-"""Means and sums over the columns of a row, of which several devices may each have a part.
+"""Statistics of rows whose columns are on one device, or sharded over several.
 
-The definitions of norms and softmax take a row's statistics from their keyword argument `rows`.
-`distributed` gives a definition `ShardedColumns`, and the statistics are then those of whole rows.
+The definitions of norms and softmax compute a row's statistics by their keyword argument `rows`.
+`distributed` passes `ShardedColumns`: the statistics are then those of whole rows, although each
+device has some of the columns.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import Tensor
 from .precision import widened
 
 
-class Rows:
-    """The statistics over the last dimension of rows that a device has whole."""
+class RowStatistics:
+    """Statistics over the last dimension, of rows with all their columns on one device."""
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the last dimension, which is kept with size 1."""
+        """Return the mean over the last dimension, which is kept with size 1."""
         return x.mean(-1, keepdim=True)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the last dimension, which is kept with size 1."""
+        """Return the sum over the last dimension, which is kept with size 1."""
         return x.sum(-1, keepdim=True)
 
     def softmax(self, x: Tensor) -> Tensor:
@@ -33,12 +34,15 @@ class Rows:
         return torch.log_softmax(x, -1)
 
 
-WHOLE = Rows()
+WHOLE = RowStatistics()
 
 
-class ShardedColumns(Rows):
-    """The statistics of rows of so many columns, of which x has a device's; `summed` and `maximum`
-    are the sum and the maximum over the devices."""
+class ShardedColumns(RowStatistics):
+    """Statistics of rows of which every device has some columns.
+
+    `columns` is the number of columns of a whole row. `summed` and `maximum` compute the sum and
+    the maximum of a tensor over the devices.
+    """
 
     def __init__(
         self, columns: int, summed: Callable[[Tensor], Tensor], maximum: Callable[[Tensor], Tensor]
@@ -61,15 +65,15 @@ class ShardedColumns(Rows):
         return x - torch.log(self.total(torch.exp(x)))
 
     def _centred(self, x: Tensor) -> Tensor:
-        """x less its maximum."""
-        # A device without columns has no maximum.
+        """Return x less the maximum of its whole row."""
+        # A device without columns has no maximum, and amax would raise.
         empty = x.new_full((*x.shape[:-1], 1), float("-inf"))
-        own = x.amax(-1, keepdim=True) if x.shape[-1] else empty
-        return x - self.maximum(own)
+        local = x.amax(-1, keepdim=True) if x.shape[-1] else empty
+        return x - self.maximum(local)
 
 
 class _Summed(torch.autograd.Function):
-    """A sum over devices that each use it, so that its gradient is the sum of theirs."""
+    """A sum over devices. Each device uses the sum, so its gradient is summed over them too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:

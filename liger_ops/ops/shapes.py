@@ -1,4 +1,4 @@
-"""Shapes that may have sizes that only the data gives."""
+"""Comparing shapes with data-dependent (unbacked) sizes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 
 def equal(shape: Sequence[int], expected: Sequence[int], name: str) -> bool:
-    """Whether two shapes are equal. If tracing cannot know, as for `x[mask]` and `target[mask]`,
-    the compiled graph asserts it."""
+    """Return whether two shapes are equal.
+
+    Tracing cannot compare data-dependent sizes, such as those of `x[mask]` and `target[mask]`. They
+    count as equal here, and the compiled graph asserts that they are.
+    """
     try:
         return tuple(shape) == tuple(expected)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The memory layout of results that follow the layout of an input."""
+"""Memory layouts of results that follow the layout of an input."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """x's dimensions by descending stride, the last dimension last.
+    """Return x's dimensions by descending stride, the last dimension last.
 
-    An expanded x has no such order, and is treated as contiguous.
+    An expanded x has strides of 0 and no such order: it is treated as contiguous.
     """
     leading = range(x.dim() - 1)
     if any(x.stride(dim) == 0 for dim in leading):
@@ -17,27 +17,31 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 def inverse(order: list[int]) -> list[int]:
+    """Return the permutation that undoes `order`."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def in_order_of(values: Tensor, x: Tensor) -> Tensor:
-    """Copy values, if necessary, to a dense layout with x's order of dimensions in memory."""
+    """Lay values out densely, with x's order of dimensions in memory; copy only if necessary."""
     order = memory_order(x)
     dense = values.permute(order).contiguous()
-    # `contiguous` may leave any stride to a dimension of size 1; a new tensor's is given by its
-    # shape, as that of a fake or a kernel's output is.
+    # `contiguous` leaves the stride of a dimension of size 1 as it is. Flattened and viewed again,
+    # it has the stride that the shape gives, as the fakes and the kernels' outputs have.
     return dense.flatten().view(dense.shape).permute(inverse(order))
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether x is a stack of matrices in column order."""
+    """Return whether x is a stack of matrices in column-major order."""
     return x.dim() > 2 and x.stride(-2) < x.stride(-1)
 
 
 def dense(values: Tensor, x: Tensor) -> Tensor:
-    """Copy values, if necessary, to a dense layout, in which a stack of matrices has x's order."""
+    """Lay values out densely, a stack of matrices in x's row- or column-major order.
+
+    values are copied only if necessary.
+    """
     if not is_transposed(x):
         return values.contiguous()
     rows = values.mT.contiguous()
-    # As above, of dimensions of size 1.
+    # As in `in_order_of`: dimensions of size 1 get the strides that the shape gives.
     return rows.flatten().view(rows.shape).mT

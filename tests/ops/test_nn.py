@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import liger_ops
 from liger_ops import library
 from liger_ops.nn import GroupNorm, LayerNorm, RMSNorm
-from liger_ops.nn.derived import Options
+from liger_ops.nn.derived import OptionsModule
 from op_table import OPS
 from op_under_test import OpUnderTest, public
 
@@ -54,7 +54,9 @@ def test_a_docstring_describes_every_argument_once(name: str) -> None:
         assert docstring.count(f"\n{section}:\n") == 1
 
 
-@pytest.mark.parametrize("name", [n for n, cls in MODULES.items() if issubclass(cls, Options)])
+@pytest.mark.parametrize(
+    "name", [n for n, cls in MODULES.items() if issubclass(cls, OptionsModule)]
+)
 def test_options_are_those_of_the_op_with_its_defaults(name: str) -> None:
     (op,) = (op for op in (*library.OPS, *library.COMPOSED) if op.replace("_", "") == name.lower())
     of_op = inspect.signature(getattr(liger_ops, op)).parameters
@@ -85,7 +87,9 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@entries_of(n for n, cls in MODULES.items() if issubclass(cls, Options) and n not in OTHER_INPUTS)
+@entries_of(
+    n for n, cls in MODULES.items() if issubclass(cls, OptionsModule) and n not in OTHER_INPUTS
+)
 def test_a_module_of_options_is_its_op(name: str, op: OpUnderTest) -> None:
     """And shows them."""
     cls, values = MODULES[name], op.public_arguments(op.sample(torch.float32))

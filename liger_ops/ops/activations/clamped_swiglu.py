@@ -22,7 +22,7 @@ def clamped_swiglu(
     gate: Tensor, up: Tensor | None = None,
     alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
-    """SwiGLU with gate and up clamped, and a scaled sigmoid.
+    """Apply SwiGLU with gate and up clamped, and with a scaled sigmoid.
 
         g = min(gate, limit)
         u = max(min(up, limit), -limit)
@@ -36,8 +36,8 @@ def clamped_swiglu(
 
     If one tensor holds both gate and up (packed), pass it as gate, without up. It holds two halves
     or, if interleaved, pairs (gate, up, gate, up), as GPT-OSS's projection returns. It is read
-    without a copy, and its gradient is one tensor. Two strided views of it would each be copied
-    first, and autograd would fill and add two gradients of twice the size.
+    without a copy, and its gradient is one tensor. Two strided views of it instead would each be
+    copied first, and autograd would fill and add two gradients of the packed tensor's size.
 
     The backward recomputes the activation: only gate and up are saved. float64 runs the definition
     on every device.
@@ -56,8 +56,8 @@ def clamped_swiglu(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device or limit is not as above, the width of a packed gate is odd,
-            or interleaved is given with up.
+        ValueError: gate and up have different shapes, the width of a packed gate is odd, the
+            devices differ, limit is negative, or interleaved is True with an up.
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, and its reference code.
 
@@ -66,14 +66,14 @@ def clamped_swiglu(
         tensor([-41.9997,   1.6916])
     """
     gate, up, dtype = gate_and_up(gate, up, interleaved)
-    # One bound at a time: the gradient of both at once writes in place.
+    # One bound at a time: the gradient of a clamp with both bounds writes in place.
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit).clamp(max=limit)
     return (gate * torch.sigmoid(gate * alpha) * (up + up_offset)).to(dtype).contiguous()
 
 
 @library.backward("clamped_swiglu", "dy gate up ... output_mask -> dgate dup")
 def clamped_swiglu_backward(call: Any) -> Any:
-    """The gradient of `clamped_swiglu`.
+    """Compute the gradient of `clamped_swiglu`.
 
     With g and u as in `clamped_swiglu`, and s = sigmoid(alpha * g):
 
@@ -85,6 +85,6 @@ def clamped_swiglu_backward(call: Any) -> Any:
     dy = call.dy.to(g.dtype)
     clamped_g, clamped_u = g.clamp(max=limit), u.clamp(-limit, limit)
     dgate = silu_gradient(dy, clamped_g, alpha) * (clamped_u + call.up_offset) * (g <= limit)
-    # The product in parentheses comes first: it is 0 where dy * clamped_g would overflow.
+    # The product in parentheses is computed first: it is 0 where dy * clamped_g would overflow.
     dup = dy * (clamped_g * torch.sigmoid(clamped_g * alpha)) * (u.abs() <= limit)
     return gradients(dgate, dup, call, call.interleaved)

@@ -1,4 +1,4 @@
-"""Helpers of the gated activations, whose gate and up are two tensors or packed in one."""
+"""Helpers of the gated activations. Gate and up are two tensors, or packed in one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torch import Tensor
 from ..eager import is_eager
 from ..precision import widened
 
-# The columns of both halves, or pairs of neighbours, are in a packed gate.
+# A packed gate has 2 * N columns: two halves, or pairs of neighbours.
 AXES = "gate=* 2*N -> y=* N | gate=* n, up=* n -> y=* n"
 
 
 def gate_and_up(
     gate: Tensor, up: Tensor | None, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, torch.dtype]:
-    """gate and up in the dtype of the arithmetic, and the dtype of the result."""
+    """Return gate and up in the dtype of the arithmetic, and the dtype of the result.
+
+    A packed gate, whose `up` is None, is split into its halves or, if interleaved, its pairs.
+    """
     if up is None:
         dtype = gate.dtype
         gate, up = (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, -1)
@@ -30,10 +33,10 @@ def gate_and_up(
 def gradients(
     dgate: Tensor, dup: Tensor, call: Any, interleaved: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients that a backward's call asks for, in the form and the dtypes of gate and up.
+    """Return the gradients that a backward's call asks for, packed and cast as gate and up are.
 
-    They are written out: autograd multiplies dy by up first, which may overflow where the slope is
-    0, and gives 0 for a NaN that is clamped.
+    The callers compute dgate and dup by formulas of their own, not by autograd. Autograd multiplies
+    dy by up first, which may overflow where the slope is 0, and gives 0 where a NaN is clamped.
     """
     gate, up = call.gate, call.up
     wants_gate, wants_up = call.output_mask
@@ -49,21 +52,21 @@ def gradients(
 
 
 def silu_gradient(dy: Tensor, z: Tensor, alpha: float = 1.0) -> Tensor:
-    """dy times the derivative of z * sigmoid(alpha * z)."""
+    """Return dy times the derivative of z * sigmoid(alpha * z)."""
     # Beyond 1000 the sigmoid is 0 or 1 even in float64, and alpha * z = inf would give 0 * inf.
     scaled = times(z, alpha).clamp(-1000, 1000)
     if is_eager(dy, z):
-        # In one pass, where the operations below take five, in new memory.
+        # One pass, where the operations below take five and allocate each result.
         return torch.ops.aten.silu_backward(dy, scaled)
     sigmoid = torch.sigmoid(scaled)
     return dy * (sigmoid * (1 + scaled * (1 - sigmoid)))
 
 
 def multiplied(x: Tensor, y: Tensor) -> Tensor:
-    """x * y, in the memory of x, of y's dtype, which nothing else reads."""
+    """Return x * y, in x's memory in eager mode. Nothing else may read x, which has y's dtype."""
     return x.mul_(y) if is_eager(x, y) else x * y
 
 
 def times(x: Tensor, factor: float) -> Tensor:
-    """x * factor, without a copy of x for 1."""
+    """Return x * factor, or x itself for a factor of 1."""
     return x if factor == 1 else x * factor

@@ -22,14 +22,14 @@ SCALE = 2 * math.sqrt(2 / math.pi)
     options={"approximate": APPROXIMATIONS},
 )
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """GEGLU: up, gated by the GELU of gate.
+    """Apply GEGLU: multiply up by the GELU of gate.
 
         y = gate * (1 + erf(gate / sqrt(2))) / 2 * up                                       "none"
         y = gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate**3))) / 2 * up          "tanh"
 
     Everything is computed in float32 and rounded once. Model code rounds `gelu(gate)` to its dtype
     before the product. In float32 and float64 both results are the same; in half precision they
-    differ by one rounding, and y is the closer one to the equation.
+    differ by one rounding, and y is closer to the equation.
 
     If one projection returns gate and up as the halves of one tensor (packed), pass that tensor as
     gate, without up. It is read without a copy, and its gradient is one tensor. Two views of the
@@ -49,8 +49,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device or approximate is not as above, or the width of a packed gate
-            is odd.
+        ValueError: gate and up have different shapes, the width of a packed gate is odd, the
+            devices differ, or approximate is unknown.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
         Linear Units (GELUs)", 2016.
@@ -65,7 +65,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
 @library.backward("geglu", "dy gate up ... output_mask -> dgate dup")
 def geglu_backward(call: Any) -> Any:
-    """The gradient of `geglu`.
+    """Compute the gradient of `geglu`.
 
         dgate = dy * up * gelu'(gate)
         dup   = dy * gelu(gate)
@@ -94,5 +94,5 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def _tanh_factor(x: Tensor) -> Tensor:
-    """(1 + tanh(v)) / 2 as sigmoid(2 * v), which does not cancel if tanh is near -1."""
+    """Return (1 + tanh(v)) / 2 as sigmoid(2 * v), which does not cancel where tanh is near -1."""
     return torch.sigmoid(SCALE * x * (1 + 0.044715 * x * x))

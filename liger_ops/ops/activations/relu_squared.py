@@ -11,7 +11,7 @@ from ..precision import widened
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order, axes="x=* -> y=*")
 def relu_squared(x: Tensor) -> Tensor:
-    """The square of relu(x).
+    """Compute the square of relu(x).
 
         y = max(x, 0)**2
 

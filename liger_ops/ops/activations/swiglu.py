@@ -16,14 +16,14 @@ def swiglu(
     gate: Tensor, up: Tensor | None = None,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """SwiGLU: up, gated by the SiLU of gate.
+    """Apply SwiGLU: multiply up by the SiLU of gate.
 
         z = gate * gate_multiplier
         y = z * sigmoid(z) * up * down_multiplier
 
     Everything is computed in float32 and rounded once. Model code rounds to its dtype after every
     operation, among them `silu(gate)` before the product. In float32 and float64 both results are
-    the same; in half precision they differ by one or two roundings, and y is the closer one to the
+    the same; in half precision they differ by one or two roundings, and y is closer to the
     equation.
 
     If one projection returns gate and up as the halves of one tensor (packed; Phi3, GLM4), pass it
@@ -45,7 +45,8 @@ def swiglu(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape or a device is not as above, or the width of a packed gate is odd.
+        ValueError: gate and up have different shapes, the width of a packed gate is odd, or the
+            devices differ.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 
@@ -60,7 +61,7 @@ def swiglu(
 
 @library.backward("swiglu", "dy gate up ... output_mask -> dgate dup")
 def swiglu_backward(call: Any) -> Any:
-    """The gradient of `swiglu`.
+    """Compute the gradient of `swiglu`.
 
     With z = gate * gate_multiplier and s = sigmoid(z):
 

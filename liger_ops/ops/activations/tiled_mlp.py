@@ -1,4 +1,4 @@
-"""A gated MLP of which a tile of tokens at a time is in memory."""
+"""A gated MLP that holds the intermediates of one tile of tokens at a time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gelu_tanh": ("geglu", ("tanh",)),
     "gelu": ("geglu", ("none",)),
 }
-# A tile's gate, not timed. Products of fewer than some thousand rows are slower.
+# The default size of a tile's gate. It is not timed. Products of fewer than some thousand rows are
+# slower.
 DEFAULT_BYTES = 128 * 2**20
 
-# A down_bias is added once, and not by every device that has a part of I.
+# Devices may shard I, the columns of the intermediates ("i"), and sum their y. With a down_bias
+# they may not ("I"): each device would add the bias.
 AXES = (
     "x=* D, gate_weight=i D, up_weight=i D, down_weight=o i, gate_bias=i, up_bias=i -> y=* o |"
     "x=* D, gate_weight=I D, up_weight=I D, down_weight=o I, gate_bias=I, up_bias=I, down_bias=o"
@@ -39,7 +41,7 @@ def tiled_mlp(
     down_bias: Tensor | None = None,
     activation: str = "silu", tile_rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """A gated MLP, computed a tile of tokens at a time.
+    """Apply a gated MLP, a tile of tokens at a time.
 
         h = activation(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias)
         y = h @ down_weight.T + down_bias
@@ -51,7 +53,7 @@ def tiled_mlp(
 
     The gradients of the weights and biases are summed over the tiles in float32, and rounded once.
     On a device whose products cannot return float32 for bfloat16 (Ascend NPUs, CPUs), each tile's
-    product is rounded to bfloat16 before it is added. A single tile's product needs no sum. A
+    product is rounded to bfloat16 before it is added. If there is one tile, there is no sum. A
     gradient that is not required is neither computed nor allocated.
 
     Memory, beside y and the gradients: four intermediates of a tile, tile_rows x I each, in the
@@ -73,7 +75,8 @@ def tiled_mlp(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a dtype, a device, activation or tile_rows is not as above.
+        ValueError: the shapes do not fit together, a tensor does not have x's dtype, the devices
+            differ, activation is unknown, or tile_rows is below 1.
 
     Source: "Arctic Long Sequence Training", 2025 (tiled MLP).
 
@@ -95,7 +98,7 @@ def tiled_mlp(
     "...", axes=AXES, options={"activation": tuple(ACTIVATIONS), "tile_rows": AT_LEAST_1}
 )
 def tiled_mlp_forward(call: Any) -> Tensor:
-    """`tiled_mlp`, in the dtypes of its inputs under autocast too.
+    """Compute `tiled_mlp` in the dtypes of its inputs, under autocast too.
 
     Returns:
         (..., O), contiguous, of x's dtype.
@@ -125,15 +128,15 @@ def tiled_mlp_forward(call: Any) -> Tensor:
     " dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
 )
 def tiled_mlp_backward(call: Any) -> Any:
-    """The gradient of `tiled_mlp`, from x: gate and up are computed again, a tile at a time."""
+    """Compute the gradient of `tiled_mlp` from x: gate and up again, a tile at a time."""
     op, options = ACTIVATIONS[call.activation]
     gated, gated_backward = (library.OPS[n].definition for n in (op, f"{op}_backward"))
     rows, upstream = (t.reshape(-1, t.shape[-1]) for t in (call.x, call.dy))
     of_x, *others = call.output_mask
     of_weights, of_biases = others[:3], others[3:]
-    given = (call.gate_bias, call.up_bias, call.down_bias)
+    call_biases = (call.gate_bias, call.up_bias, call.down_bias)
     drows: list[Tensor] = []
-    # The weights' gradients: gate, up and down; sums over the tiles.
+    # Sums over the tiles: the gradients of the weights of gate, up and down, then of their biases.
     weights: list[Tensor | None] = [None] * 3
     biases: list[Tensor | None] = [None] * 3
     for tile in tiles_of(rows, call.gate_weight, call.tile_rows):
@@ -147,7 +150,7 @@ def tiled_mlp_backward(call: Any) -> Any:
         for i, (outer, inner) in enumerate(zip((dgate, dup, upstream[tile]), inputs, strict=True)):
             if of_weights[i]:
                 weights[i] = _sum(weights[i], widened(outer).t() @ widened(inner))
-            if of_biases[i] and given[i] is not None:
+            if of_biases[i] and call_biases[i] is not None:
                 biases[i] = _sum(biases[i], widened(outer).sum(0))
     dx = torch.cat(drows).reshape(call.x.shape) if of_x else None
     sums = [None if total is None else total.to(call.x.dtype) for total in (*weights, *biases)]
@@ -155,7 +158,7 @@ def tiled_mlp_backward(call: Any) -> Any:
 
 
 def tiles_of(rows: Tensor, gate_weight: Tensor, tile_rows: int | None) -> Iterator[slice]:
-    """The tiles of tokens."""
+    """Yield the tiles of tokens as slices of rows."""
     row_bytes = max(1, gate_weight.shape[0] * rows.element_size())
     if tile_rows is None:
         tile_rows = max(TILE, DEFAULT_BYTES // row_bytes)

@@ -1,1 +1,1 @@
-"""Attention over a neighborhood, over tokens' neighbours, and over residuals."""
+"""Attention in windows, mixed over neighbouring tokens and heads, and over a model's depth."""

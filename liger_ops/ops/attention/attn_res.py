@@ -1,4 +1,4 @@
-"""Attention over the depth of a model, in the place of residual connections."""
+"""Attention over the depth of a model, in place of residual connections."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=N * D, query=D, weight=D -> y=* D", options={"eps": AT_LEAST_0})
 def attn_res(
     x: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Attention residuals: the mean of the blocks' outputs, weighted by a softmax over the blocks.
+    """Average the blocks' outputs, weighted by a softmax over the blocks: attention residuals.
 
     For each token, with x[i] the output of block i, and norm(x) = x / sqrt(mean(x**2) + eps):
 
         score[i] = sum(query * weight * norm(x[i]))
         y = sum over i of softmax(score)[i] * x[i]
 
-    It is computed in float32, and only y is rounded; code of models also rounds norm(x) and its
+    Everything is computed in float32, and only y is rounded; model code also rounds norm(x) and its
     product with weight. The gradients of query and weight are summed over blocks and tokens in
     float32, in an order that does not change between runs. The backward recomputes the scores: only
     the inputs are saved. On a GPU the forward reads x once if D is at most 8192, else twice; the
@@ -43,7 +43,8 @@ def attn_res(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device or eps is not as above, or there is no block.
+        ValueError: x has fewer than two dimensions or no block, query or weight is not (D,), the
+            devices differ, or eps is negative.
 
     Source: Kimi Team, "Attention Residuals", 2026.
 

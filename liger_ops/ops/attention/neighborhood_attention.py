@@ -26,28 +26,28 @@ def neighborhood_attention(
     dilation: int | list[int] = 1, is_causal: bool | list[bool] = False,
     border: str = "clipped", scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of every query to the keys in a window around it, in one or two dimensions.
+    """Attend from every query to the keys in a window around it, in one or two dimensions.
 
         y_i = sum_j softmax_j(scale * query_i . key_j) * value_j        for j in the window of i
 
     In a dimension of L positions with a window of k = kernel_size keys and a dilation of d, the
-    query i attends to positions j with j % d = i % d. Counted in steps of d, these are:
+    query i attends only to positions j with j % d = i % d. Counted in steps of d, its window is:
 
-    * border="clipped", as in Liger-Kernel: those from k // 2 before i to k // 2 behind i that
-      exist. A query at the border has fewer than k keys. k is odd.
-    * border="shifted", as in NATTEN: the k nearest of them, so that the window of a query at the
-      border is moved inwards, and every query has k keys. With an even k the window has one key
-      more before i than behind it. k * d is at most L.
-    * is_causal, with either border: i and the k - 1 before it, as far as they exist.
+    * border="clipped", as in Liger-Kernel: the positions from k // 2 before i to k // 2 behind i
+      that exist. A query at the border has fewer than k keys. k is odd.
+    * border="shifted", as in NATTEN: the k nearest positions. The window of a query at the border
+      is moved inwards, and every query has k keys. With an even k the window has one key more
+      before i than behind it. k * d is at most L.
+    * is_causal, with either border: i and the k - 1 positions before it, as far as they exist.
 
-    The window of two dimensions is the product of those of each; kernel_size, dilation and
-    is_causal are then a value for both, or a list of two.
+    In two dimensions, the window is the product of one window for each; kernel_size, dilation and
+    is_causal are then a value for both dimensions, or a list of two.
 
     Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
-    sum in float32, as flash attention does, so that the softmax is rounded to that dtype before its
-    product with value. Products of float32 follow `torch.set_float32_matmul_precision` on NVIDIA
-    GPUs. The gradients of key and value are summed over the queries, and over the heads that share
-    them, in an order that does not change between runs.
+    sum in float32, as flash attention does. The softmax is therefore rounded to that dtype before
+    its product with value. On NVIDIA GPUs, products of float32 follow
+    `torch.set_float32_matmul_precision`. The gradients of key and value are summed over the
+    queries, and over the heads that share them, in an order that does not change between runs.
 
     Time and memory grow with L * k: no tensor of L * L elements is made. The kernels store y and
     lse, and nothing for each pair of query and key; the backward computes the softmax again from
@@ -64,8 +64,8 @@ def neighborhood_attention(
     Args:
         query: (B, H, *spatial, D), floating point, any strides; spatial is one length or two, and D
             is at most 256.
-        key: (B, H', *spatial, D), of query's dtype. Its number of heads divides H:
-            each serves as many neighbouring heads of query.
+        key: (B, H', *spatial, D), of query's dtype. H' divides H: each head of key serves H / H'
+            neighbouring heads of query.
         value: of key's shape and dtype.
         kernel_size: at least 1.
         dilation: at least 1.
@@ -74,11 +74,15 @@ def neighborhood_attention(
         scale: a finite number; None for 1 / sqrt(D).
 
     Returns:
-        Of query's shape, dtype and layout.
+        y: of query's shape, dtype and layout.
 
     Raises:
         TypeError: a tensor is not floating point, or the dtypes differ.
-        ValueError: a shape, a device, or an option is not as above.
+        ValueError: query does not have one or two spatial dimensions, or has a D of 0 or above 256;
+            the shapes do not fit together, or H' does not divide H; kernel_size or dilation is
+            below 1, or has another number of values than the dimensions; kernel_size is even with
+            the clipped border, or kernel_size * dilation above L with the shifted one; border is
+            unknown; scale is not finite; or the devices differ.
 
     Source: Hassani et al., "Neighborhood Attention Transformer", 2023; Hassani and Shi, "Dilated
     Neighborhood Attention Transformer", 2022.
@@ -88,7 +92,7 @@ def neighborhood_attention(
         >>> liger_ops.neighborhood_attention(query, query, value, 3).flatten()
         tensor([0.5000, 1.0000, 2.0000, 2.5000])
         >>> liger_ops.neighborhood_attention(query, query, value, 3, border="shifted").flatten()
-        tensor([1., 1., 2., 2.])
+        tensor([1.0000, 1.0000, 2.0000, 2.0000])
     """
     query, key, value = cast_for_products(query, key, value)
     options = (dilation, is_causal, border, scale)
@@ -104,11 +108,12 @@ def neighborhood_attention(
     options={"border": BORDERS, "scale": FINITE},
 )
 def neighborhood_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
-    """`neighborhood_attention` with the logarithm of each softmax's denominator.
+    """Compute `neighborhood_attention`, and the logarithm of each softmax's denominator.
 
         lse_i = log(sum_j exp(scale * query_i . key_j))
 
-    With it, results over different keys can be merged. Both results are differentiable.
+    By lse, the results of attention over different keys can be merged. Both results are
+    differentiable.
 
     Returns:
         y: the result of `neighborhood_attention`.
@@ -133,7 +138,7 @@ def neighborhood_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
     "dy dlse query key value y lse ... output_mask -> dquery dkey dvalue",
 )
 def neighborhood_attention_backward(call: Any) -> Any:
-    """The gradient of `neighborhood_attention_forward`. For i and j in its window:
+    """Compute the gradient of `neighborhood_attention_forward`. For i and j in its window:
 
         p_ij    = exp(scale * query_i . key_j - lse_i)
         ds_ij   = p_ij * (dy_i . value_j - dy_i . y_i + dlse_i)
@@ -141,8 +146,9 @@ def neighborhood_attention_backward(call: Any) -> Any:
         dkey_j   = scale * sum_i ds_ij * query_i
         dvalue_j = sum_i p_ij * dy_i
 
-    Kernels use the forward's y and lse; the definition computes them again, so that it can be
-    differentiated. Autograd would save a key and a value for each slot of the window.
+    Kernels use the forward's y and lse. The definition computes them again, so that it can be
+    differentiated. It is not derived by autograd, which would save a key and a value for each slot
+    of the window.
     """
     attention, (wants_query, *wants_others) = _Attention(call), call.output_mask
     p, lse = attention.softmax()
@@ -180,8 +186,11 @@ def neighborhood_attention_backward(call: Any) -> Any:
 
 
 class _Attention:
-    """The tensors of the definition: query as (B, key's heads, sharing heads, positions, D), key
-    and value with 1 sharing head."""
+    """The tensors of the definition, and their windows.
+
+    query is (B, key's heads, sharing heads, positions, D), where the sharing heads are the heads of
+    query that share a head of key. key and value have 1 in that dimension.
+    """
 
     def __init__(self, call: Any) -> None:
         tensors = (call.query, call.key, call.value)
@@ -193,14 +202,17 @@ class _Attention:
         self.query, self.key, self.value = map(self.of_queries, tensors)
 
     def of_queries(self, x: Tensor) -> Tensor:
+        """Reshape x, a tensor of query's or key's heads, as query is, and widen it."""
         return x.unflatten(1, (self.heads, -1)).flatten(3, -2).to(self.dtype)
 
     def slots(self, of_keys: bool = False) -> Iterator[Slot]:
         return slots(self.windows, self.lengths, self.query.device, of_keys)
 
     def softmax(self) -> tuple[Tensor, Tensor]:
-        """The softmax of every query's scores, a slot of its window in the last dimension, and its
-        lse."""
+        """Return the softmax of every query's scores, and its lse.
+
+        The last dimension of the softmax has an element for each slot of the window.
+        """
         scores = torch.stack(
             [
                 torch.where(
@@ -216,7 +228,7 @@ class _Attention:
         return (scores - lse.unsqueeze(-1)).exp(), lse
 
     def mixed(self, p: Tensor) -> Tensor:
-        """The sum of the values of every query's window, weighted by p."""
+        """Return the sum of the values of every query's window, weighted by p."""
         y = torch.zeros_like(self.query)
         for (index, inside), weight in zip(self.slots(), p.unbind(-1), strict=True):
             value = self.value.index_select(-2, index)
@@ -225,15 +237,17 @@ class _Attention:
 
 
 def _flops(call: Any, products: int) -> int:
-    """Those of products of each query with each key of its window, as PyTorch's counter counts
-    attention: also where a window is clipped."""
+    """Count the operations of `products` products of each query with each key of its window.
+
+    A clipped window counts as a full one, as a masked key does in PyTorch's counter of attention.
+    """
     options = (call.kernel_size, call.dilation, call.is_causal, call.border)
     keys = math.prod(window.size for window in windows(*options, call.query.dim() - 3))
     return 2 * call.query.numel() * keys * products
 
 
 library.OPS["neighborhood_attention_forward"].flops = lambda call: _flops(call, 2)
-# The scores again, and the gradients of the weights and of each tensor.
+# Two products for the scores and for the gradient of the softmax, and one for each gradient.
 library.OPS["neighborhood_attention_backward"].flops = lambda call: _flops(
     call, 2 + sum(call.output_mask)
 )

@@ -1,8 +1,8 @@
 """The windows of neighborhood attention, one dimension at a time.
 
-A dilation of d splits the positions of a dimension into d residue classes, i % d. A query attends
-to positions of its own class only, so that a class is an undilated dimension of its own; below,
-p = i // d is a position in its class, and n the number of positions that the class has.
+A dilation of d splits the positions i of a dimension into d residue classes, i % d. A query attends
+to positions of its own class only: each class is a dimension of its own, without dilation. Below,
+p = i // d is a position within its class, and n the number of positions in the class.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import Tensor
 
 BORDERS = ("clipped", "shifted")
 
-# The index of one neighbour of every position, and whether it exists.
+# For every position, the index of one neighbour, and whether that neighbour exists.
 Slot = tuple[Tensor, Tensor]
 
 
 class Window(NamedTuple):
-    """The keys of the query at p: those from p - left to p + right that exist or, if shifted, the
-    left + right + 1 keys that exist and are the nearest to these."""
+    """The keys of the query at p.
+
+    They are those from p - left to p + right that exist. If `shifted`, the window is moved until
+    all its left + right + 1 keys exist.
+    """
 
     left: int
     right: int
@@ -33,7 +36,7 @@ class Window(NamedTuple):
         return self.left + self.right + 1
 
     def keys(self, length: int, device: torch.device) -> Iterator[Slot]:
-        """The keys of every query of a dimension of `length`, one at a time."""
+        """Yield one key of every query at a time, in a dimension of `length` positions."""
         residue, p, n = self._classes(length, device)
         first = p - self.left
         if self.shifted:
@@ -44,10 +47,12 @@ class Window(NamedTuple):
             yield torch.where(inside, key, p) * self.dilation + residue, inside
 
     def queries(self, length: int, device: torch.device) -> Iterator[Slot]:
-        """The queries of every key, one at a time."""
+        """Yield one query of every key at a time: the queries whose windows hold the key."""
         residue, p, n = self._classes(length, device)
         first, last, slots = p - self.right, p + self.left, self.size
         if self.shifted:
+            # The queries near a border have the same window: its keys have up to 2 * size - 1
+            # queries.
             first = torch.where(p < self.size, 0, first)
             last = torch.where(p >= n - self.size, n - 1, last)
             slots = min(2 * self.size - 1, -(-length // self.dilation))
@@ -63,7 +68,7 @@ class Window(NamedTuple):
 
 
 def per_dimension(values: Any, dims: int) -> list[Any]:
-    """An option as a list of one value for each dimension."""
+    """Return an option as a list with a value for each dimension."""
     values = list(values) if isinstance(values, Sequence) else [values]
     return values * dims if len(values) == 1 else values
 
@@ -71,7 +76,7 @@ def per_dimension(values: Any, dims: int) -> list[Any]:
 def windows(
     kernel_size: Any, dilation: Any, is_causal: Any, border: str, dims: int
 ) -> list[Window]:
-    """The window of each dimension."""
+    """Return the window of each dimension."""
     options = (per_dimension(values, dims) for values in (kernel_size, dilation, is_causal))
     return [
         Window(size - 1, 0, d, False)
@@ -84,8 +89,10 @@ def windows(
 def slots(
     dimensions: Sequence[Window], lengths: Sequence[int], device: torch.device, of_keys: bool
 ) -> Iterator[Slot]:
-    """The queries of every key, or the keys of every query, in the product of one or two
-    dimensions, one at a time, as indices of its flattened positions."""
+    """Yield one key of every query at a time or, if `of_keys`, one query of every key.
+
+    There are one or two dimensions. Indices are those of the flattened positions.
+    """
     method = Window.queries if of_keys else Window.keys
     if len(dimensions) == 1:
         yield from method(dimensions[0], lengths[0], device)

@@ -1,1 +1,1 @@
-"""Experts: the routed MLPs of mixture-of-experts layers."""
+"""The routed MLPs of mixture-of-experts layers."""

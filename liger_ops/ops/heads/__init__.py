@@ -1,1 +1,1 @@
-"""Losses of hidden states and a head, computed in chunks without all logits."""
+"""Losses of hidden states and a head, which compute the logits in chunks and do not keep them."""

@@ -1,7 +1,8 @@
-"""The head of a loss, a linear layer with a LoRA, for the definitions and the kernels' host code:
-its tensors and their dtypes, its chunks, and the gradients that a forward has computed.
+"""The head of a loss: a linear layer, which may have a LoRA.
 
-The tensors of a head are those of HEAD. Masks and gradients are in this order.
+Here are its tensors, their dtypes under autocast, its chunks, and the gradients that a forward has
+computed, for the definitions and the kernels' host code. HEAD names the tensors of a head. Masks
+and gradients have its order.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ GRADIENTS = "dx dweight dbias dlora_x dlora_b"
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors as autocast, if it is on, casts the inputs of matrix products."""
     device = tensors[0].device.type
-    # Dynamo of torch 2.11 does not trace is_autocast_available; every device it compiles for has
-    # autocast.
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-    if not (known and torch.is_autocast_enabled(device)):
+    # is_autocast_enabled raises for a device without autocast. Dynamo of torch 2.11 does not trace
+    # is_autocast_available, but every device that it compiles for has autocast.
+    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not (has_autocast and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
 
@@ -47,20 +48,22 @@ def cast_as_linear(
 
 
 def needed_gradients(tensors: Sequence[Tensor | None], reduction: str) -> list[bool]:
-    """Whether the forward should compute the gradient of each of the head's tensors."""
+    """Return for each of the head's tensors whether the forward should compute its gradient."""
     in_forward = torch.is_grad_enabled() and reduction != "none"
     return [in_forward and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
 def trained(call: Any) -> tuple[str, ...]:
-    """The names of the tensors of the head that has gradients."""
+    """Return the names of the trainable head's tensors: HEAD, with "student_" for a divergence."""
     prefix = "student_" if hasattr(call, "student_x") else ""
     return tuple(f"{prefix}{name}" for name in HEAD)
 
 
 class Head(NamedTuple):
-    """The tensors of a head, with one row of x and lora_x per token; or of a part of its tokens or
-    words. Its logits are x @ weight.T + bias + lora_x @ lora_b.T."""
+    """The tensors of a head, or of some of its tokens or words.
+
+    x and lora_x have one row per token. The logits are x @ weight.T + bias + lora_x @ lora_b.T.
+    """
 
     x: Tensor
     weight: Tensor
@@ -70,17 +73,18 @@ class Head(NamedTuple):
 
     @staticmethod
     def of_call(call: Any, prefix: str = "") -> Head:
-        """The head of a call, whose x and lora_x have any dimensions before the last."""
+        """Return the head of a call, with the tokens of x and lora_x in one dimension."""
         x, weight, bias, lora_x, lora_b = (getattr(call, f"{prefix}{name}") for name in HEAD)
         return Head(rows_of(x), weight, bias, None if lora_x is None else rows_of(lora_x), lora_b)
 
     @property
     def token_bytes(self) -> int:
-        """The size of the logits of one token."""
+        """The size in bytes of the logits of one token."""
         return self.weight.shape[0] * self.x.element_size()
 
     @property
     def word_bytes(self) -> int:
+        """The size in bytes of the logits of one word, for all tokens."""
         return self.x.shape[0] * self.x.element_size()
 
     def of_tokens(self, tokens: slice) -> Head:
@@ -92,8 +96,10 @@ class Head(NamedTuple):
         return self._replace(weight=self.weight[words], bias=bias, lora_b=lora_b)
 
     def logits(self) -> Tensor:
-        """The product of a LoRA adds to the first, which is rounded before, and the sum is rounded
-        again."""
+        """Compute the logits.
+
+        They are rounded to x's dtype before the product of the LoRA is added, and the sum again.
+        """
         logits = torch.nn.functional.linear(self.x, self.weight, self.bias)
         if self.lora_x is not None and self.lora_b is not None:
             logits = torch.addmm(logits, self.lora_x, self.lora_b.t())
@@ -102,8 +108,10 @@ class Head(NamedTuple):
     def chunks_of_tokens(
         self, chunk_bytes: int | None, other_bytes: int = 0
     ) -> Iterator[tuple[slice, Head, Tensor]]:
-        """Yield each chunk of tokens, its part of the head, and the logits. A token has
-        `other_bytes` beside its logits."""
+        """Yield each chunk of tokens, its part of the head, and the logits.
+
+        A token takes `other_bytes` of the chunk's memory beside its logits.
+        """
         for tokens in chunks(self.x.shape[0], self.token_bytes + other_bytes, chunk_bytes):
             part = self.of_tokens(tokens)
             yield tokens, part, part.logits()
@@ -117,11 +125,12 @@ class Head(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
+    """Flatten all dimensions before the last."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def divisor(call: Any, total_weight: Tensor) -> Tensor | int:
-    """The number by which a reduction divides the sum of the losses."""
+    """Return the number by which the reduction divides the sum of the losses."""
     if call.reduction != "mean":
         return 1
     items = call.num_items_in_batch
@@ -129,8 +138,10 @@ def divisor(call: Any, total_weight: Tensor) -> Tensor | int:
 
 
 def factors_of(call: Any, divisor: Tensor | int) -> tuple[Tensor, ...]:
-    """The backward's factors for the gradients from the forward. Without targets all tokens
-    count."""
+    """Return the factors by which the backward multiplies the gradients from the forward.
+
+    They are in the order of HEAD. Without targets all tokens count.
+    """
     factor = call.dloss / divisor
     of_rows = factor.reshape(1, 1)
     if call.target is not None:
@@ -146,8 +157,11 @@ def finished_in_forward(
     call: Any, divisor: Tensor | int,
     outputs: Sequence[Tensor | None] = (), scale: Callable[..., None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients that are wanted, from those that the forward computed: times dloss and the
-    reduction's factor. A device's `scale` writes them to `outputs`."""
+    """Return the wanted gradients among those that the forward computed; None for the others.
+
+    They are multiplied by dloss and the reduction's factor. A device's `scale` writes the products
+    to `outputs`.
+    """
     computed = [getattr(call, name) for name in GRADIENTS.split()]
     if call.dloss is None or all(gradient is None for gradient in computed):
         return [None] * len(computed)
@@ -166,19 +180,19 @@ def finished_in_forward(
 
 
 def still_missing(wanted: list[bool], finished: Sequence[Tensor | None]) -> list[bool]:
-    """Which gradients are wanted, but not yet computed."""
+    """Return which gradients are wanted, but not yet computed."""
     return [want and gradient is None for want, gradient in zip(wanted, finished, strict=True)]
 
 
 def both(
     first: Sequence[Tensor | None], second: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of each pair that is not None."""
+    """Take each gradient from `first` or, where that is None, from `second`."""
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
 
 
 def shaped(gradients: Sequence[Tensor | None], call: Any) -> tuple[Tensor | None, ...]:
-    """Gradients in the shapes of the tensors of the call that they are the gradients of."""
+    """Reshape each gradient to the shape of its argument."""
     tensors = (getattr(call, name) for name in trained(call))
     return tuple(
         None if gradient is None or tensor is None else gradient.reshape(tensor.shape)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's logits, which are computed in chunks and not kept."""
+"""Cross-entropy of the logits of a linear layer, which are computed in chunks and not kept."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def linear_cross_entropy(
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of the logits x @ weight.T + bias, computed in chunks and not kept.
+    """Compute the cross-entropy of the logits x @ weight.T + bias, in chunks that are not kept.
 
         logits = x @ weight.T + bias
         loss = cross_entropy(logits, target, class_weight, token_weight, ...)
@@ -50,19 +50,20 @@ def linear_cross_entropy(
 
     If a gradient is needed and the reduction is "mean" or "sum", the forward computes it: the
     gradient of a chunk's logits overwrites them, and its products with weight and x are those of an
-    ordinary backward. Forward and backward together take three products of M, V and D, as without
-    this op. The backward then multiplies by the loss's own gradient and the reduction's factor, the
-    weight's in place: a second backward, with `retain_graph=True`, computes it again. A gradient
-    that is not required is neither computed nor allocated; under `torch.no_grad()` none is. For the
-    reduction "none", and for a second derivative, the backward recomputes the logits, a chunk at a
-    time, which makes four products.
+    ordinary backward. Forward and backward together take three products of M tokens, V classes and
+    D columns, as without this op. The backward then multiplies the gradients by the loss's own
+    gradient and the reduction's factor. It multiplies the weight's gradient in place: a second
+    backward, with `retain_graph=True`, computes that gradient again. A gradient that is not
+    required is neither computed nor allocated; under `torch.no_grad()` none is. For the reduction
+    "none", and for a second derivative, the backward recomputes the logits, a chunk at a time,
+    which makes four products.
 
     The gradient of weight is summed over the chunks in accum_dtype, float32 by default, and the sum
     is rounded to weight's dtype. For float16 it stays in float32 until it is multiplied, so that
     neither the loss's scale nor the number of tokens makes it overflow or vanish. On a device whose
     matrix products cannot return float32 for bfloat16 (Ascend NPUs), each chunk's product is
     rounded to bfloat16 before it is added. If one chunk has all rows and accum_dtype is None, a
-    bfloat16 gradient is one product, rounded as PyTorch's are, and there is no sum.
+    bfloat16 gradient is one product, rounded as PyTorch's products are, without a sum.
 
     Memory, beside the result and the gradients: one chunk of logits, of at most chunk_bytes or one
     row, and the accum_dtype sum of weight's gradient. The definition, which runs on a CPU and for
@@ -73,10 +74,11 @@ def linear_cross_entropy(
     sum of the weights is never formed: lora_x = lora_scale * x @ lora_a.T has R columns, and a
     second product, lora_x @ lora_b.T, is added to a chunk of logits, which is rounded to x's dtype
     before and after. x is cast to lora_a's dtype for lora_x. If that is wider than x's, lora_x and
-    lora_b are split into numbers of x's dtype and the rests, in 3R columns of the product. lora_a,
-    lora_b and x have gradients, and a frozen weight has none; the gradient of lora_b is summed over
-    the chunks as that of weight is. Where dropout comes before lora_a, or several LoRAs are added,
-    give lora_x and lora_b to `linear_cross_entropy_forward`, those of several side by side.
+    lora_b are each split into a rounded number of x's dtype and the rounded rest, and the product
+    has 3R columns. lora_a, lora_b and x have gradients, and a frozen weight has none; the gradient
+    of lora_b is summed over the chunks as that of weight is. If dropout comes before lora_a, or
+    several LoRAs are added, give lora_x and lora_b to `linear_cross_entropy_forward`; several are
+    concatenated along R.
 
     Under autocast x, weight, bias, lora_a and lora_b are cast as `torch.nn.functional.linear` casts
     them.
@@ -95,8 +97,8 @@ def linear_cross_entropy(
             for float32.
         chunk_bytes: the size of a chunk of logits in x's dtype. None takes LIGER_OPS_LOGITS_BYTES
             from the environment. If that is not set, the size is the larger of 512 MiB and weight's
-            bytes, which rounding the gradient of weight takes after the last chunk, and all rows
-            are one chunk if that takes no more memory than several chunks and their sum.
+            bytes, the memory that rounding the gradient of weight takes after the last chunk. All
+            rows are one chunk if that takes no more memory than several chunks and their sum.
         lora_a: (R, D), floating point: with lora_b, a LoRA that is added to weight.
         lora_b: (V, R), floating point. Both, or neither.
         lora_scale: the factor of lora_b @ lora_a.
@@ -105,9 +107,14 @@ def linear_cross_entropy(
         (), or target's shape for the reduction "none"; float32, or float64 if x is.
 
     Raises:
-        TypeError: a tensor has another dtype; weight or bias does not have x's.
-        ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
-            requires one.
+        TypeError: x, class_weight, token_weight, lora_a or lora_b is not floating point, weight or
+            bias does not have x's dtype, target is not int64 or int32, or num_items_in_batch is
+            bool or complex.
+        ValueError: the shapes do not fit together, or weight has no classes; one of lora_a and
+            lora_b is given without the other; the devices differ; an option is outside its range;
+            num_items_in_batch is given with another reduction than "mean"; accum_dtype is neither
+            float32 nor weight's dtype; or class_weight, token_weight or num_items_in_batch requires
+            a gradient.
         IndexError: a target is out of range, on a CPU; other devices do as in `cross_entropy`.
 
     Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradient in
@@ -148,7 +155,7 @@ def linear_cross_entropy_forward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor,
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
-    """`linear_cross_entropy` with its intermediate results and the gradients it computes.
+    """Compute `linear_cross_entropy`, and return its intermediate results and gradients too.
 
     loss, z_loss, lse and target_logit are each differentiable in x, weight, bias, lora_x and
     lora_b; the other results are not. lse, lse_error and target_logit suffice to compute a loss
@@ -194,11 +201,11 @@ def linear_cross_entropy_forward(
         if any(call.gradient_mask):
             with torch.no_grad():
                 _, _, lse, _, total_weight, _, _, lse_error = part
-                given = {"lse": lse, "lse_error": lse_error, "total_weight": total_weight}
-                given = _of_chunk(
-                    _GRADIENT, call, chunk, logits, dloss=torch.ones_like(lse), **given
+                saved = {"lse": lse, "lse_error": lse_error, "total_weight": total_weight}
+                saved = _of_chunk(
+                    _GRADIENT, call, chunk, logits, dloss=torch.ones_like(lse), **saved
                 )
-                gradients.add(chunk_head, _GRADIENT.definition(*given))
+                gradients.add(chunk_head, _GRADIENT.definition(*saved))
     loss, z_loss, lse, target_logit, total_weights, *others = (
         _joined(values) for values in zip(*parts, strict=True)
     )
@@ -216,7 +223,7 @@ def linear_cross_entropy_forward(
     )  # fmt: skip
 
 
-class _Formula(PrecomputedFormula):
+class _CrossEntropyFormula(PrecomputedFormula):
     def items(self, call: Any) -> Tensor | int:
         return divisor(call, call.total_weight)
 
@@ -227,13 +234,13 @@ class _Formula(PrecomputedFormula):
     " num_items_in_batch lse lse_error total_weight dx? dweight? dbias? ... output_mask"
     " lora_x= lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x dlora_b",
     returns=GRADIENTS,
-    formula=_Formula,
+    formula=_CrossEntropyFormula,
 )
 def linear_cross_entropy_backward(call: Any) -> Any:
-    """The gradient of `linear_cross_entropy_forward`.
+    """Compute the gradient of `linear_cross_entropy_forward`.
 
-    A gradient that the forward computed and that is given here is multiplied by dloss and the
-    reduction's factor, in float32, and rounded once. The others are computed from recomputed
+    A gradient that the forward computed, and that is an argument here, is multiplied by dloss and
+    the reduction's factor, in float32, and rounded once. The others are computed from recomputed
     logits, a chunk of rows at a time, with dlogits from `cross_entropy_backward` in x's dtype:
 
         dx = dlogits @ weight
@@ -251,15 +258,15 @@ def linear_cross_entropy_backward(call: Any) -> Any:
     statistics = {"lse": call.lse.reshape(-1), "lse_error": call.lse_error.reshape(-1)}
     gradients = gradients_of_definition(call.weight, missing, call.accum_dtype)
     for chunk, chunk_head, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
-        given = {name: _part(x, chunk) for name, x in (upstream | statistics).items()}
-        given["total_weight"] = call.total_weight
-        dlogits = _GRADIENT.definition(*_of_chunk(_GRADIENT, call, chunk, logits, **given))
+        values = {name: _part(x, chunk) for name, x in (upstream | statistics).items()}
+        values["total_weight"] = call.total_weight
+        dlogits = _GRADIENT.definition(*_of_chunk(_GRADIENT, call, chunk, logits, **values))
         gradients.add(chunk_head, dlogits)
     return both(finished, shaped(gradients.results(), call))
 
 
 def upstream_of_tokens(call: Any) -> list[Tensor | None]:
-    """The gradients of each token's own loss, z-loss, lse and target logit."""
+    """Return the gradients of each token's own loss, z-loss, lse and target logit."""
     items = divisor(call, call.total_weight)
     reduced = [
         None if g is None else g.to(call.lse.dtype) / items for g in (call.dloss, call.dz_loss)
@@ -273,23 +280,27 @@ def upstream_of_tokens(call: Any) -> list[Tensor | None]:
     ]
 
 
-def _of_chunk(op: Any, call: Any, chunk: slice, logits: Tensor, **given: Any) -> Any:
-    """The call of an op of logits for a chunk of tokens, each of which has its own loss."""
+def _of_chunk(op: Any, call: Any, chunk: slice, logits: Tensor, **values: Any) -> Any:
+    """Return the call of `op`, an op of logits, for a chunk of tokens.
+
+    Its reduction is "none": the loss op reduces the tokens of all chunks together.
+    """
     names = set(op.arguments._fields) & set(call._fields)
-    own = dict.fromkeys(op.arguments._fields) | {name: getattr(call, name) for name in names}
+    arguments = dict.fromkeys(op.arguments._fields) | {name: getattr(call, name) for name in names}
     target, token_weight = _part(call.target, chunk), _part(call.token_weight, chunk)
-    own |= {"logits": logits, "target": target, "token_weight": token_weight}
-    own |= {"weight": call.class_weight, "num_items_in_batch": None, "reduction": "none"}
-    return op.arguments(**own | given)
+    arguments |= {"logits": logits, "target": target, "token_weight": token_weight}
+    arguments |= {"weight": call.class_weight, "num_items_in_batch": None, "reduction": "none"}
+    return op.arguments(**arguments | values)
 
 
 def _joined(values: tuple[Tensor | None, ...]) -> Any:
     """Concatenate one result of the chunks, which is a tensor for all of them or None for all."""
-    given = [value.reshape(-1) for value in values if value is not None]
-    return torch.cat(given) if given else None
+    tensors = [value.reshape(-1) for value in values if value is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 def _part(values: Tensor | None, chunk: slice) -> Tensor | None:
+    """Return a chunk's part of the values of all tokens."""
     return None if values is None else values.reshape(-1)[chunk]
 
 

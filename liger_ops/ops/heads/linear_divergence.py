@@ -41,7 +41,8 @@ from .two_heads import (
 )
 
 RESULTS = "loss divergence cross_entropy statistics"
-# Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
+# The rows of statistics: the 6 results of `divergence_forward`, then lse and lse_error of the
+# student's logits at temperature 1.
 STATISTICS = 8
 
 
@@ -64,7 +65,7 @@ _RESULTS = (
     f"loss=[*], divergence=[*], cross_entropy=[*], statistics={STATISTICS} *, "
     "dx=* D, dweight=V D, dbias=V, dlora_x=* R, dlora_b=V R, entropy=*"
 )
-# The teacher has a head, or logits.
+# The teacher is given by its head, or by its logits.
 AXES = f"{_STUDENT}, {_TEACHER} -> {_RESULTS} | {_STUDENT}, teacher_logits=* W -> {_RESULTS}"
 
 
@@ -87,7 +88,7 @@ def linear_divergence(
     teacher_lora_a: Tensor | None = None, teacher_lora_b: Tensor | None = None,
     teacher_lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The divergence of a student's head from its teacher's, and the cross-entropy of labels.
+    """Compute the divergence of a student's head from its teacher's, mixed with cross-entropy.
 
         student = student_x @ student_weight.T + student_bias
         teacher = teacher_x @ teacher_weight.T + teacher_bias, or teacher_logits
@@ -104,42 +105,43 @@ def linear_divergence(
         sum: sum_i w_i * value_i
         mean: sum_i w_i * value_i / sum_i w_i, or / num_items_in_batch
 
-    w_i is token_weight_i, or 1 without token_weights, and 0 for a token whose target is
+    w_i is token_weight_i, or 1 without token_weight, and 0 for a token whose target is
     ignore_index. A mean whose w_i are all 0 is 0. A term of loss whose weight is 0 is left out.
 
     The teacher is a constant. A tensor of the teacher that requires a gradient is refused, so that
-    no gradient is lost in silence: pass `teacher_x.detach()`.
+    no gradient is lost silently: pass `teacher_x.detach()`.
 
-    The vocabularies may have different lengths. A class that one side lacks has probability 0
-    there: forward_kl is inf where the teacher has more classes, and reverse_kl where the student
-    has; jsd and tvd are finite. For cosine, its logit is 0 there.
+    The vocabularies may have different lengths. A class that one side lacks has probability 0 on
+    that side: forward_kl is inf if the teacher has more classes, and reverse_kl if the student has
+    more; jsd and tvd are finite. For cosine, the logit on that side is 0.
 
     The logits of one chunk of tokens at a time are computed in the dtype of x, and the loss from
     them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
     computes it: the gradient of a chunk's logits overwrites them, and forward and backward together
-    take three products of M, V and D for the student and one for the teacher. The backward then
-    multiplies by the loss's own gradient and the reduction's factor. The gradients of
-    student_weight and student_lora_b are summed in accum_dtype as in `linear_cross_entropy`.
+    take three products of M tokens, V classes and D columns for the student, and one for the
+    teacher. The backward then multiplies the gradients by the loss's own gradient and the
+    reduction's factor. The gradients of student_weight and student_lora_b are summed in accum_dtype
+    as in `linear_cross_entropy`.
 
-    If divergence or cross_entropy is differentiated itself, for the reduction "none" and for a
-    second derivative, the backward computes the logits of both again, with two products more: of
-    all tokens and a part of the words at a time, as in `linear_log_prob`, because the forward keeps
-    each token's sums over all words, for every kind. A part of the words has complete rows of the
-    gradient of student_weight, which are rounded once, and the gradient of student_x is summed in
-    accum_dtype. If student_weight and student_bias are frozen, and in the definition, the backward
-    takes a part of the tokens at a time.
+    The backward computes the logits of both heads again, with two products more, if divergence or
+    cross_entropy is differentiated itself, for the reduction "none", and for a second derivative.
+    As in `linear_log_prob`, it takes all tokens and a part of the words at a time: for every kind,
+    the forward keeps the sums over all words that a token needs. A part of the words gives complete
+    rows of the gradient of student_weight, which are rounded once, and the gradient of student_x is
+    summed in accum_dtype. If student_weight and student_bias are frozen, and in the definition, the
+    backward takes a part of the tokens at a time.
 
     Memory, beside the results and the gradients: one chunk of logits of the student and one of the
-    teacher, of at most chunk_bytes together or one row or column of each, five float32 numbers per
+    teacher, of at most chunk_bytes together or one row or column of each, eight float32 numbers per
     token, and the accum_dtype sum of the gradient of student_weight, or of student_x. The
     definition, which runs on a CPU and for float64, holds several float32 copies of the chunk. The
     number of chunks changes only the rounding of the result.
 
     Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
-    The matrix products compute their logits, because the host sets the sizes of products, and would
-    have to wait for the device to know the targets; a GPU does not read them after that. To skip
-    the products too, select the tokens that count before the call, which in eager mode is that
-    wait:
+    The matrix products compute their logits: the host sets the sizes of products, and would have to
+    wait for the device to know the targets. A GPU does not read these logits afterwards. To skip
+    the products too, select the tokens that count before the call, which in eager mode waits for
+    the device:
 
         counts = target != ignore_index
         linear_divergence(student_x[counts], student_weight, teacher_x[counts], teacher_weight,
@@ -193,9 +195,15 @@ def linear_divergence(
             float64 if a tensor of the student or teacher is. All are differentiable.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a device or an option is not as above, neither or both forms of a
-            teacher are given, or a tensor that has no gradient requires one.
+        TypeError: a tensor of a head, teacher_logits or token_weight is not floating point, weight
+            or bias of a head does not have the dtype of its x, target is not int64 or int32, or
+            num_items_in_batch is bool or complex.
+        ValueError: the shapes do not fit together; neither or both of a teacher's head and
+            teacher_logits are given; one of a lora_a and a lora_b is given without the other;
+            hard_weight is not 0 without a target; num_items_in_batch is given with another
+            reduction than "mean"; an option is outside its range or unknown; accum_dtype is neither
+            float32 nor student_weight's dtype; the devices differ; or a tensor of the teacher,
+            token_weight or num_items_in_batch requires a gradient.
         IndexError: a target is out of range, on a CPU; other devices do as in `cross_entropy`.
 
     Source: Hinton et al., "Distilling the knowledge in a neural network", 2015; Agarwal et al.,
@@ -256,14 +264,15 @@ def linear_divergence_forward(
     Tensor, Tensor, Tensor | None, Tensor,
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
-    """`linear_divergence` with what its backward needs, the gradients that it computes, and on
-    request the student's entropy, which takes one more pass over a chunk of its logits.
+    """Compute `linear_divergence`, its statistics and gradients, and the student's entropy.
+
+    The statistics are each token's values that the backward needs. The entropy is computed on
+    request, and takes one more pass over a chunk of the student's logits.
 
     The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in
     student_x's dtype; for float16 in float32, and those of student_weight and student_lora_b in
-    accum_dtype.
-    The backward uses them if loss is the only result with a gradient, and otherwise computes the
-    logits again. Autocast changes nothing here.
+    accum_dtype. The backward uses them if loss is the only result with a gradient, and otherwise
+    computes the logits again. Autocast changes nothing here.
 
     Args:
         return_entropy: whether to compute entropy.
@@ -271,7 +280,7 @@ def linear_divergence_forward(
             reduction "none".
         student_lora_x, student_lora_b: (..., R) and (V, R), of student_x's dtype, whose product is
             added to the student's logits. Both, or neither.
-        teacher_lora_x, teacher_lora_b: (..., S) and (W, S), the same of the teacher.
+        teacher_lora_x, teacher_lora_b: (..., S) and (W, S), the same for the teacher.
 
     Returns:
         loss, divergence, cross_entropy: the results of `linear_divergence`.
@@ -281,8 +290,8 @@ def linear_divergence_forward(
         dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of student_x,
             student_weight, student_bias, student_lora_x and student_lora_b; each is None unless
             gradient_mask asks for it.
-        entropy: (...), that of softmax(z_student / temperature), as in `log_prob`; 0 for an ignored
-            token, not differentiable, and None unless return_entropy.
+        entropy: (...), the entropy of softmax(z_student / temperature), as in `log_prob`; 0 for an
+            ignored token, not differentiable, and None unless return_entropy.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_divergence`; or gradient_mask asks for a
@@ -299,11 +308,11 @@ def linear_divergence_forward(
     )
     divergences, losses, statistics, entropies = [], [], [], []
     for chunk, part, student, teacher, targets in chunks_of_logits(call):
-        value, loss, found = values_of(call, student, teacher, targets)
+        value, loss, chunk_statistics = values_of(call, student, teacher, targets)
         divergences.append(value.to(weights.dtype))
         if loss is not None:
             losses.append(loss.to(weights.dtype))
-        statistics.append(found.to(weights.dtype))
+        statistics.append(chunk_statistics.to(weights.dtype))
         if call.return_entropy:
             entropies.append(entropy_of(call, student, targets).to(weights.dtype))
         if any(call.gradient_mask):
@@ -324,7 +333,7 @@ def linear_divergence_forward(
     )  # type: ignore[return-value]
 
 
-class _Formula(PrecomputedFormula):
+class _LinearDivergenceFormula(PrecomputedFormula):
     def items(self, call: Any) -> Tensor | int:
         # Weights that are DTensors keep the shape of the tokens.
         return divisor(call, token_weights(call, call.statistics.dtype))
@@ -332,7 +341,7 @@ class _Formula(PrecomputedFormula):
     def refusal(self, name: str) -> str:
         if not name.startswith("teacher_"):
             return super().refusal(name)
-        # The op is given lora_a, and computes lora_x.
+        # The user's argument is lora_a, from which lora_x is computed.
         name = name.replace("lora_x", "lora_a")
         reason = f"as the teacher is a constant; pass {name}.detach()"
         return f"{name} must not require a gradient, {reason}"
@@ -346,13 +355,13 @@ class _Formula(PrecomputedFormula):
     " teacher_lora_x= teacher_lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x"
     " dlora_b",
     returns=GRADIENTS,
-    formula=_Formula,
+    formula=_LinearDivergenceFormula,
 )
 def linear_divergence_backward(call: Any) -> Any:
-    """The gradient of `linear_divergence_forward`.
+    """Compute the gradient of `linear_divergence_forward`.
 
-    A gradient that the forward computed and that is given here is multiplied by dloss and the
-    reduction's factor, in float32, and rounded once. The others are computed from recomputed
+    A gradient that the forward computed, and that is an argument here, is multiplied by dloss and
+    the reduction's factor, in float32, and rounded once. The others are computed from recomputed
     logits: by the definition a chunk of tokens at a time, by kernels a chunk of words, whose
     gradients of student_weight, student_bias and student_lora_b are complete. With q_i the softmax
     of z_i at temperature 1:

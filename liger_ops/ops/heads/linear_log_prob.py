@@ -1,5 +1,4 @@
-"""Log-probabilities and the entropy of a linear layer's logits, which are computed in chunks and
-not kept."""
+"""Log-probabilities and entropy from the logits of a linear layer, in chunks that are not kept."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ def linear_log_prob(
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The log-probability of each token's target, and the entropy, for the logits
-    x @ weight.T + bias, computed in chunks and not kept.
+    """Compute the log-probability of each token's target, and the entropy, of a linear layer.
+
+    The logits are computed in chunks and not kept.
 
         logits = x @ weight.T + bias
         log_prob, entropy = log_prob(logits, target, temperature, softcap, logit_scale, ...)
@@ -37,12 +37,12 @@ def linear_log_prob(
 
     The forward computes the logits of a part of the tokens at a time, and keeps lse and entropy.
     The backward computes the logits again, of all tokens and a part of the words at a time, and
-    writes their gradient over them. A part of the words has complete rows of the gradient of
+    writes their gradient over them. A part of the words gives complete rows of the gradient of
     weight: each is one product, rounded once. The gradient of x is summed over the parts in
-    accum_dtype and rounded once. Without a gradient of weight and bias, the backward takes a part
-    of the tokens at a time too, whose gradients of x are complete. Forward and backward together
-    take four products of M, V and D. A gradient that is not required is neither computed nor
-    allocated. The order of every sum is fixed.
+    accum_dtype and rounded once. If weight and bias need no gradient, the backward takes a part of
+    the tokens at a time too, whose gradients of x are complete. Forward and backward together take
+    four products of M tokens, V words and D columns. A gradient that is not required is neither
+    computed nor allocated. The order of every sum is fixed.
 
     Memory, beside the results and the gradients: one chunk of logits, of at most chunk_bytes, or
     one row or column; and in the backward the accum_dtype sum of x's gradient, with M times D
@@ -53,15 +53,15 @@ def linear_log_prob(
 
     Ignored tokens have results and gradients of exactly 0. Their logits are computed by the matrix
     products, in the forward and in the backward, because no size can depend on the targets without
-    waiting for the device; a GPU does not read them after that. To skip the products too, select
-    the tokens that count before the call:
+    waiting for the device. A GPU does not read these logits afterwards. To skip the products too,
+    select the tokens that count before the call:
 
         counts = target != ignore_index
         log_prob, entropy = linear_log_prob(x[counts], weight, target[counts])
         log_prob = log_prob.new_zeros(counts.shape).masked_scatter(counts, log_prob)
 
-    Time and memory are then those of the selected tokens; there may be none. In eager mode,
-    indexing by a mask waits for the device. torch.compile makes one graph for every number of
+    Time and memory are then those of the selected tokens. There may be no selected tokens. In eager
+    mode, indexing by a mask waits for the device. torch.compile makes one graph for every number of
     tokens, if `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
 
     With lora_a and lora_b, the logits are x @ (weight + lora_scale * lora_b @ lora_a).T + bias, and
@@ -92,8 +92,12 @@ def linear_log_prob(
         log_prob, entropy: of target's shape; float32, or float64 if x is.
 
     Raises:
-        TypeError: a tensor has another dtype; weight or bias does not have x's.
-        ValueError: a shape, a device or an option is not as above.
+        TypeError: x, lora_a or lora_b is not floating point, weight or bias does not have x's
+            dtype, or target is not int64 or int32.
+        ValueError: the shapes do not fit together, or weight has no classes; one of lora_a and
+            lora_b is given without the other; the devices differ; temperature, softcap or
+            logit_scale is not above 0 and finite; chunk_bytes is below 1; or accum_dtype is neither
+            float32 nor x's dtype.
         IndexError: a target is out of range, on a CPU; other devices do as in `log_prob`.
 
     Example:
@@ -121,10 +125,9 @@ def linear_log_prob(
     options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
 def linear_log_prob_forward(call: Any) -> Results:
-    """`linear_log_prob` with lse, from which the backward computes the probabilities again, and
-    with the statistics of `log_prob_forward`, from the same pass over the logits.
+    """Compute `linear_log_prob`, lse, and the statistics of `log_prob_forward` in one pass.
 
-    Autocast changes nothing here.
+    The backward computes the probabilities again from lse. Autocast changes nothing here.
 
     Args:
         return_mean_logits, return_log_sum_sq_probs, return_predicted: as for `log_prob_forward`.
@@ -135,7 +138,7 @@ def linear_log_prob_forward(call: Any) -> Results:
         log_prob, entropy: the results of `linear_log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
         mean_logits, log_sum_sq_probs, predicted_tokens, lse_error: as `log_prob_forward`; 0 for an
-            ignored token, not differentiable, and the first three None if not asked for.
+            ignored token, not differentiable, and the first three None if not requested.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_log_prob`.
@@ -147,9 +150,9 @@ def linear_log_prob_forward(call: Any) -> Results:
     """
     target, parts = call.target, []
     for chunk, _, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
-        given = {name: getattr(call, name, None) for name in _LOG_PROB.arguments._fields}
-        given |= {"logits": logits, "target": target.reshape(-1)[chunk]}
-        parts.append(_LOG_PROB.definition(**given))
+        arguments = {name: getattr(call, name, None) for name in _LOG_PROB.arguments._fields}
+        arguments |= {"logits": logits, "target": target.reshape(-1)[chunk]}
+        parts.append(_LOG_PROB.definition(**arguments))
     return tuple(
         None if values[0] is None else torch.cat(values).reshape(target.shape)
         for values in zip(*parts, strict=True)
@@ -163,10 +166,10 @@ def linear_log_prob_forward(call: Any) -> Results:
     returns=GRADIENTS,
 )
 def linear_log_prob_backward(call: Any) -> Any:
-    """The gradient of `linear_log_prob_forward`.
+    """Compute the gradient of `linear_log_prob_forward`.
 
-    For a chunk of words, with dlogits of `log_prob_backward` in x's dtype and with the targets
-    counted from the chunk's first word:
+    dlogits are those of `log_prob_backward`, in x's dtype, with targets counted from the first word
+    of the chunk. For each chunk of words:
 
         dx += dlogits @ weight[words]
         dweight[words] = dlogits.T @ x
@@ -180,9 +183,11 @@ def linear_log_prob_backward(call: Any) -> Any:
     options = {name: getattr(call, name) for name in ("temperature", "softcap", "logit_scale")}
 
     def dlogits_of(logits: Tensor, words: slice) -> Tensor:
-        own = {"target": flat["target"] - words.start, "logits": logits}
+        # A target below 0, or past the chunk, is no word of the chunk. ignore_index is counted in
+        # the same way, so that no other target is taken for it.
+        of_chunk = {"target": flat["target"] - words.start, "logits": logits}
         ignore_index = call.ignore_index - words.start
-        return _GRADIENT.definition(**flat | own, **options, ignore_index=ignore_index)
+        return _GRADIENT.definition(**flat | of_chunk, **options, ignore_index=ignore_index)
 
     return gradients_by_words(call, dlogits_of)
 

@@ -1,4 +1,4 @@
-"""The divergence of a linear layer's distribution from a teacher that gives its top k words."""
+"""The divergence of a linear layer's distribution from a teacher that lists its top k words."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def linear_top_k_divergence(
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
     lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """The divergence of a student's head from a teacher that lists some words of each token with
-    their log-probabilities; the student's logits are computed in chunks and not kept.
+    """Compute the divergence of a student's head from a teacher that lists some words per token.
+
+    The teacher gives the log-probabilities of the listed words. The student's logits are computed
+    in chunks and not kept.
 
         logits = x @ weight.T + bias
         z = softcap * tanh(logits * logit_scale / softcap) / temperature, or
@@ -36,32 +38,32 @@ def linear_top_k_divergence(
         q = softmax(z)
 
     With i a token, c_k the words that the teacher lists for it, p_k = exp(teacher_log_prob_ik), and
-    sums being over the listed words, `tail` says how the words that are not listed count:
+    sums being over the listed words, `tail` says how the other words count:
 
-        bucket: together they are one class more, of the probability 1 - sum(p_k) in the teacher and
-            1 - sum(q_c_k) in the student
-        zero: the teacher's probability of each is 0, and its others are p_k / sum(p_k)
+        bucket: together they are one class more, with the probability 1 - sum(p_k) for the teacher
+            and 1 - sum(q_c_k) for the student
+        zero: the teacher gives each the probability 0, and the listed words p_k / sum(p_k)
         drop: they are left out on both sides: p_k / sum(p_k) against q_c_k / sum(q_c_k)
 
     and the result is that of `divergence` for these classes. For "zero" this is the divergence over
-    the whole vocabulary, as the words of probability 0 in the teacher have equal terms; reverse_kl
-    would be inf and is refused. For "bucket" it is at most the divergence over the whole
-    vocabulary, and equal to it if the teacher lists every word.
+    the whole vocabulary, because the words to which the teacher gives the probability 0 can be
+    summed in one term; reverse_kl would be inf and is refused. For "bucket" it is at most the
+    divergence over the whole vocabulary, and equal to it if the teacher lists every word.
 
-    The probability of the words that are not listed is computed from the logsumexp of their logits,
-    not as a difference from 1. That of the teacher is such a difference, and at least 1e-7: the
-    log-probabilities of a confident teacher sum to 1 in float32, and would make reverse_kl inf.
-    Where every word is listed there is no such class.
+    The student's probability of the other words is computed from the logsumexp of their logits, not
+    as a difference from 1. The teacher's is such a difference, and at least 1e-7: the probabilities
+    that a confident teacher lists sum to 1 in float32, and would make reverse_kl inf. If every word
+    is listed, there is no class of other words.
 
     An entry of teacher_ids below 0 is left out, so that tokens may list different numbers of words.
-    A word that is listed twice counts where it is first. A token without a word, or whose target is
+    If a word is listed twice, its first entry counts. A token without a word, or whose target is
     ignore_index, gives 0 and has gradients of exactly 0, whatever its logits are. A word that the
     student's vocabulary lacks has no logit: give a negative entry in its place.
 
     The logits are computed in x's dtype, and the result from them in float32. Forward and backward
-    together take four products of M, V and D, and hold one chunk of logits, as `linear_log_prob`:
-    see there for chunks, sums and memory. Beside the result, K + 2 float32 numbers per token are
-    stored of the student, and K + 1 of the teacher.
+    together take four products of M tokens, V words and D columns, and hold one chunk of logits:
+    see `linear_log_prob` for chunks, sums and memory. Beside the result, K + 2 float32 numbers per
+    token are stored for the student, and K + 1 for the teacher.
 
     teacher_log_prob is differentiable too.
 
@@ -92,8 +94,13 @@ def linear_top_k_divergence(
         (...), float32, or float64 if x or teacher_log_prob is.
 
     Raises:
-        TypeError: a tensor has another dtype; weight or bias does not have x's.
-        ValueError: a shape, a device or an option is not as above.
+        TypeError: x, teacher_log_prob, lora_a or lora_b is not floating point, weight or bias does
+            not have x's dtype, or teacher_ids or target is not int64 or int32.
+        ValueError: the shapes do not fit together, K is 0, or weight has no classes; one of
+            lora_a and lora_b is given without the other; the devices differ; kind or tail is
+            unknown; tail is "zero" with reverse_kl; beta is not from 0 to 1; temperature, softcap
+            or logit_scale is not above 0 and finite; chunk_bytes is below 1; or accum_dtype is
+            neither float32 nor x's dtype.
         IndexError: an entry of teacher_ids is V or more, on a CPU. Other devices give NaN, and do
             not read out of bounds.
 
@@ -130,14 +137,14 @@ def linear_top_k_divergence(
     options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
 def linear_top_k_divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The student's part of `linear_top_k_divergence`: with z as there, the z of the words that are
-    listed, and the logsumexp of the z of all others.
+    """Compute the student's part of `linear_top_k_divergence`.
 
-    Their softmax, `torch.cat([logits, rest.unsqueeze(-1)], -1).softmax(-1)`, has the probabilities
-    of the listed words and of all others together. Autocast changes nothing here.
+    With the z of that op, these are the z of the listed words, and the logsumexp of the z of all
+    other words. Their softmax, `torch.cat([logits, rest.unsqueeze(-1)], -1).softmax(-1)`, has the
+    probability of each listed word, and of all others together. Autocast changes nothing here.
 
-    The words of a token, in teacher_ids, must differ from each other, as `linear_top_k_divergence`
-    sees to.
+    The words of a token, in teacher_ids, must differ from each other. `linear_top_k_divergence`
+    ensures this.
 
     Args:
         lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
@@ -148,7 +155,7 @@ def linear_top_k_divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
             0.
         rest: (...), of the same dtype; -inf if every word is listed, and 0 if none is. Both are
             differentiable.
-        rest_error: (...), of the same dtype; what rounding took from rest, as the lse_error of
+        rest_error: (...), of the same dtype; the rounding error of rest, as the lse_error of
             `cross_entropy_forward`.
 
     Raises:
@@ -174,12 +181,13 @@ def linear_top_k_divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     returns=GRADIENTS,
 )
 def linear_top_k_divergence_backward(call: Any) -> Any:
-    """The gradient of `linear_top_k_divergence_forward`, which is 1 for a listed word's own logit,
-    and for any other word c
+    """Compute the gradient of `linear_top_k_divergence_forward`.
+
+    The derivative of a listed word's result by its z is 1. For any other word c
 
         drest / dz_ic = exp((z_ic - rest_i) - rest_error_i)
 
-    With that, the gradients of the head are those of `linear_log_prob_backward`. An entry of
+    From dz, the gradients of the head follow as in `linear_log_prob_backward`. An entry of
     teacher_ids from V on is a word that weight lacks: its token counts, and it has no gradient.
     """
     ids = rows_of(call.teacher_ids).long()
@@ -199,27 +207,30 @@ def linear_top_k_divergence_backward(call: Any) -> Any:
 
 
 def _scaled(call: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """z, from 0 where the token has no word: its logits may be NaN, which would make its gradient
-    NaN."""
+    """Return z.
+
+    The logits of a token without a listed word are replaced by 0: they may be NaN, which would make
+    the gradient NaN.
+    """
     kept = torch.where((ids >= 0).any(-1, keepdim=True), logits, 0.0)
     return effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale))
 
 
 def _columns(ids: Tensor, z: Tensor) -> Tensor:
-    """The columns of z that are listed; those that z lacks are one past the last."""
+    """Return the columns of the listed words in z; V, one past the last, for words that z lacks."""
     V = z.shape[-1]
     return torch.where((ids >= 0) & (ids < V), ids, V)
 
 
 def _listed(columns: Tensor, z: Tensor) -> Tensor:
-    """Whether each element of z is listed."""
+    """Return whether each element of z is a listed word's."""
     V = z.shape[-1]
     none = torch.zeros((*z.shape[:-1], V + 1), dtype=torch.bool, device=z.device)
     return none.scatter(-1, columns, True)[..., :V]
 
 
 def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of rows of z."""
+    """Return the results of the forward for rows of z."""
     try:
         logits = z.gather(-1, ids.clamp(min=0))
     except (IndexError, RuntimeError) as error:
@@ -237,10 +248,10 @@ def _dz(
     dlogits: Tensor | None, drest: Tensor | None, z: Tensor, ids: Tensor, here: Tensor,
     rest: Tensor, rest_error: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a chunk of z; `here` are the words counted from the chunk's first."""
+    """Return the gradient of a chunk of z; `here` are the ids counted from its first word."""
     columns, dz = _columns(here, z), torch.zeros_like(z)
     if drest is not None:
-        # Without other words, rest is -inf and there is nothing to multiply.
+        # If every word is listed, rest is -inf. Its gradient has no terms, and must not be NaN.
         finite = torch.where(rest == -float("inf"), 0.0, rest)
         log_p = log_softmax_of(z, finite, rest_error)
         p = torch.exp(torch.where(_listed(columns, z), -float("inf"), log_p))

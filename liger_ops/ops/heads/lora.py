@@ -1,4 +1,4 @@
-"""The LoRA of a head: its arguments, and the input that it gives to a loss's second product."""
+"""The LoRA of a head: its arguments, and lora_x, the input of the second product of a loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def lora_input(
     op: str, x: Tensor, weight: Tensor,
     lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float, prefix: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """lora_x = lora_scale * x @ lora_a.T, and lora_b, as `narrowed` to x's dtype; or None and None.
+    """Return lora_x = lora_scale * x @ lora_a.T, and lora_b, both as `narrowed` to x's dtype.
 
-    x is cast to lora_a's dtype for the product, as peft does, and autocast casts both. `prefix` is
-    that of the names of the op's arguments.
+    Without a LoRA, return None and None. x is cast to lora_a's dtype for the product, as peft does,
+    and autocast casts lora_a and lora_b. Messages put `prefix` before the names of the op's
+    arguments.
     """
     if lora_a is None and lora_b is None:
         return None, None
@@ -36,10 +37,11 @@ def lora_input(
 
 
 def narrowed(lora_x: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A lora_x and a lora_b of a dtype whose product is that of these, as if it were not rounded.
+    """Return lora_x and lora_b in a narrower dtype, with nearly the same product.
 
-    A number of a wider dtype is a rounded one and the rounded rest. Three products of them stand
-    side by side, so that R is three times as large; that of both rests is left out.
+    Each number of a wider dtype is split into a rounded number and the rounded rest:
+    x = x_hi + x_lo, b = b_hi + b_lo. The product is x_hi @ b_hi + x_lo @ b_hi + x_hi @ b_lo, as one
+    product of concatenated columns: R is three times as large. x_lo @ b_lo is left out.
     """
     x, b = lora_x.to(dtype), lora_b.to(dtype)
     if (
@@ -48,20 +50,25 @@ def narrowed(lora_x: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Tensor
         == dtype
     ):
         return x, b
-    # Cast again, so that the gradients of the parts are added in the wider dtype.
+    # The rounded numbers occur twice. They are cast twice, so that autograd adds the two gradients
+    # in the wider dtype.
     xs = x, _rest(lora_x, x), lora_x.to(dtype)
     return torch.cat(xs, -1), torch.cat([b, lora_b.to(dtype), _rest(lora_b, b)], -1)
 
 
 def _rest(wide: Tensor, rounded: Tensor) -> Tensor:
-    """What rounding left of numbers, rounded: a constant, because their gradient is the other's."""
+    """Return wide - rounded, in rounded's dtype.
+
+    It is a constant to autograd: the gradient of the rounded numbers is that of the wide ones.
+    """
     rest = wide.detach() - rounded.detach()
-    # Of numbers that the dtype does not hold, infinities are added once.
+    # A number that overflows is inf in `rounded`. Its rest, -inf or NaN, is set to 0: with it, the
+    # sum of the products would be NaN.
     return rest.nan_to_num(0.0, 0.0, 0.0).to(rounded.dtype)
 
 
 def _check(
-    op: str, x: Tensor, x_name: str, name: str, tensor: Tensor | None, other: str, form: str,
+    op: str, x: Tensor, x_name: str, name: str, tensor: Tensor | None, other: str, meaning: str,
     shape: Sequence[int],
 ) -> None:  # fmt: skip
     if tensor is None:
@@ -73,4 +80,6 @@ def _check(
             f"{op}: {name} must be on {x_name}'s device, {x.device}, got {tensor.device}"
         )
     if tuple(tensor.shape) != tuple(shape) or tensor.dim() != 2:
-        raise ValueError(f"{op}: {name} must be {form}, {tuple(shape)}, got {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{op}: {name} must be {meaning}, {tuple(shape)}, got {tuple(tensor.shape)}"
+        )

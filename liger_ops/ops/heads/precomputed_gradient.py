@@ -1,11 +1,13 @@
-"""The gradient of a head's weight that a forward computes, handed to the backward to be finished.
+"""The gradient of a head's weight that a forward computes, handed over to the backward.
 
-The backward multiplies it by the gradient of the loss. Saved by autograd, it has to stay as it is,
-and the product takes the memory of a second one: a gigabyte for 128256 words of 4096. Handed over,
-it is nobody else's: the first backward multiplies it in place and gives it away, and a second
-backward, with `retain_graph=True`, finds none and computes it again from the logits. The peak of
-forward and backward for 32768 x 4096 x 128256 in bfloat16 on an H200, with chunks of 250 MiB and
-accum_dtype=bfloat16: 1514 MiB, eager and compiled, and 2516 without this.
+The backward multiplies it by the gradient of the loss. If autograd saved the gradient, it would
+have to stay unchanged, and the product would take as much memory again: a gigabyte for 128256 words
+of 4096 columns. Instead the forward hands it over, and nothing else has it: the first backward
+multiplies it in place and returns it. A second backward, with `retain_graph=True`, does not find it
+and computes it again from the logits.
+
+The peak of forward and backward for 32768 x 4096 x 128256 in bfloat16 on an H200, with chunks of
+250 MiB and accum_dtype=bfloat16: 1514 MiB, eager and compiled, and 2516 MiB without this.
 """
 
 from __future__ import annotations
@@ -27,60 +29,70 @@ from ...torch_private import (
 from .head import GRADIENTS, factors_of
 from .scaling import scale_, scaled
 
-# In float64 gradients are checked, and a second backward has to give the first's to the last bit.
+# Not float64: there gradients are checked (gradcheck), and a second backward, which computes the
+# gradient again, would have to agree with the first to the last bit.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Thread(threading.local):
-    private = False
+class _PrivateGradients(threading.local):
+    """A flag of each thread: the caller of the current forward op drops the op's gradients."""
+
+    active = False
 
 
-_thread = _Thread()
+_private_gradients = _PrivateGradients()
 
 
 @contextmanager
 def gradients_are_private() -> Iterator[None]:
-    """Around the call of a forward op whose gradients its caller drops."""
-    before, _thread.private = _thread.private, True
+    """Mark the gradients of the forward op that is called in this context as dropped by its caller.
+
+    The op may then hand them over to its backward.
+    """
+    before, _private_gradients.active = _private_gradients.active, True
     try:
         yield
     finally:
-        _thread.private = before
+        _private_gradients.active = before
 
 
 def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """`gradient`, which the caller alone has, in a list from which the backward takes it; empty if
-    autograd must save it.
+    """Return a list with `gradient`, for the backward to take, or an empty list.
 
-    That is so if it has to be converted to `dtype`, if a graph is being traced, and if saved
-    tensors have hooks, as in a checkpoint, which would not see it.
+    Nothing but the caller may have the gradient. If the list is empty, autograd must save it. This
+    is the case if the gradient has another dtype than `dtype`, the weight's, or float64; if a graph
+    is traced; and if saved tensors have hooks, as in a checkpoint, which would not see a tensor in
+    a list.
     """
-    alone = (
+    can_hand_over = (
         type(gradient) is Tensor
         and gradient.dtype is dtype
         and dtype in _DTYPES
         and len_torch_dispatch_stack() == 0
         and top_saved_tensors_default_hooks(True) is None
     )
-    return [gradient] if alone and gradient is not None else []
+    return [gradient] if can_hand_over and gradient is not None else []
 
 
 class PrecomputedFormula(Formula):
-    """The formula of a loss that computes the gradients of its head in the forward, its results dx,
-    dweight, dbias, dlora_x and dlora_b, and of the loss alone, its first result."""
+    """The autograd formula of a loss whose forward computes the gradients of its head.
+
+    They are its results dx, dweight, dbias, dlora_x and dlora_b, the gradients of its first result,
+    the loss. If another result has a gradient too, the backward computes all of them again.
+    """
 
     def items(self, call: Any) -> Tensor | int:
-        """The number by which the reduction of the backward op's call divides."""
+        """Return the number by which the reduction of the backward op's call divides."""
         raise NotImplementedError
 
     def factor(self, call: Any) -> Tensor:
-        """What the backward op of this call multiplies dweight by, (1, 1)."""
+        """Return the factor, (1, 1), by which the backward op of this call multiplies dweight."""
         return factors_of(call, self.items(call))[1]
 
     def save(self, ctx: Any, values: Sequence[Any]) -> None:
         saved = dict(zip(self.saved_names, values, strict=True))
         dtype = saved[f"{self.prefix}weight"].dtype
-        ctx.handed_over = hand_over(saved["dweight"], dtype) if _thread.private else []
+        ctx.handed_over = hand_over(saved["dweight"], dtype) if _private_gradients.active else []
         if ctx.handed_over:
             saved["dweight"] = None
         super().save(ctx, list(saved.values()))
@@ -88,6 +100,8 @@ class PrecomputedFormula(Formula):
     def run(self, ctx: Any, values: tuple[Any, ...]) -> Any:
         call = self.gradient.arguments(*values)
         dloss, *others = values[: self.count]
+        # With gradients enabled this is a backward with create_graph=True: the forward's gradients
+        # are constants to autograd, and the backward op must compute its own.
         transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
         if transformed or dloss is None or any(grad is not None for grad in others):
             call = call._replace(**dict.fromkeys(GRADIENTS.split()))
@@ -101,13 +115,15 @@ class PrecomputedFormula(Formula):
         return (dx, finished, *gradients)
 
     def _finished(self, ctx: Any, call: Any) -> Tensor | None:
-        """The weight's gradient times the factor: in float32, and rounded once. None if the
-        backward op has to multiply it, or to compute it again."""
+        """Return the weight's gradient times the factor, multiplied in float32 and rounded once.
+
+        Return None if the backward op has to multiply it, or to compute it again.
+        """
         if ctx.handed_over:
             return scale_(ctx.handed_over.pop(), self.factor(call))
         dweight = call.dweight
         if dweight is not None and type(dweight) is not Tensor and dweight.dtype in _DTYPES:
-            # While a graph is traced: Inductor writes the product to the memory of what is saved.
-            # The op's result would be new memory.
+            # While a graph is traced, the product is not left to the backward op, whose result
+            # would be new memory: Inductor writes this product to the memory of the saved gradient.
             return scaled(dweight, self.factor(call), dweight.dtype)
         return None

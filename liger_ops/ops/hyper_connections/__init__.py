@@ -1,1 +1,1 @@
-"""Hyper-connections: coefficients, the layer's input, and the mixed streams."""
+"""Hyper-connections: their coefficients, a layer's input, and the streams after a layer."""

@@ -11,7 +11,7 @@ from ... import library
 from ...accepted import AT_LEAST_0, AT_LEAST_1
 from ..precision import widened
 
-# A token's hc x hc matrix is held in registers.
+# The largest hc: kernels hold a token's hc x hc matrix in registers.
 MOST_STREAMS = 64
 
 
@@ -21,7 +21,7 @@ def mhc_coeffs(
     tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
     post_mult: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The coefficients of a manifold-constrained hyper-connection (mHC), for each token.
+    """Compute the coefficients of a manifold-constrained hyper-connection (mHC), for each token.
 
         mix              = (x @ phi) / sqrt(mean(x**2) + rms_eps), x as one row of hc * C elements
         pre, post, res   = mix split into hc, hc and hc * hc columns; b likewise
@@ -29,8 +29,8 @@ def mhc_coeffs(
         h_post           = sigmoid(alpha_post * post + b_post) * post_mult
         h_res            = sinkhorn(alpha_res * res + b_res), of (hc, hc) logits
 
-    sinkhorn starts from softmax over the last dimension, plus sinkhorn_eps, with columns divided by
-    their sums; tmax - 1 times it then divides the rows by their sums, and the columns by theirs.
+    sinkhorn adds sinkhorn_eps to the softmax over the last dimension, and divides the columns by
+    their sums. Then tmax - 1 times it divides the rows by their sums, and the columns by theirs.
     sinkhorn_eps is added to every sum. The rows and columns of h_res then sum to nearly 1.
 
     Everything is computed in float32. The product with phi and its two gradients are matrix
@@ -42,10 +42,10 @@ def mhc_coeffs(
     numbers in float32. The backward computes the iterates of sinkhorn again, in registers.
 
     Memory, beside the results and the gradients: phi in float32, and x and its gradient in float32
-    for some rows at a time, at most 32 MiB or one row. On a GPU, x in bfloat16 is multiplied as it
-    is, by phi in bfloat16 or in three bfloat16 parts that add up to it.
+    for some rows at a time, at most 32 MiB or one row. On a GPU, x in bfloat16 is not widened, but
+    multiplied by phi in bfloat16, or by three bfloat16 parts that add up to phi.
 
-    An Ascend NPU runs the definition for more than 8 streams, whose matrices do not fit its buffer.
+    An Ascend NPU runs the definition for more than 8 streams: their matrices do not fit its buffer.
 
     Under autocast the op runs in the dtypes of its inputs. float64 runs the definition on every
     device.
@@ -69,7 +69,8 @@ def mhc_coeffs(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, tmax, rms_eps or sinkhorn_eps is not as above.
+        ValueError: x has no streams, more than 64, or no channels; the other shapes do not fit x's;
+            the devices differ; tmax is below 1; or rms_eps or sinkhorn_eps is negative.
 
     Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, 2025.
 
@@ -94,10 +95,10 @@ def mhc_coeffs(
     options={"tmax": AT_LEAST_1, "rms_eps": AT_LEAST_0, "sinkhorn_eps": AT_LEAST_0},
 )
 def mhc_coeffs_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`mhc_coeffs` with the product and 1 / rms, from which the backward starts.
+    """Compute `mhc_coeffs`, and the product and 1 / rms from which the backward starts.
 
     Returns:
-        h_pre, h_post, h_res: the results of `mhc_coeffs`, which alone are differentiable.
+        h_pre, h_post, h_res: the results of `mhc_coeffs`; only they are differentiable.
         product: x @ phi, (..., hc * hc + 2 * hc).
         rstd: 1 / sqrt(mean(x**2) + rms_eps), (...). Both are float32, or float64 if x is.
 
@@ -114,6 +115,7 @@ def mhc_coeffs_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     logits = product * rstd * _factors(rows, hc, *alphas) + call.b.to(rows.dtype)
     pre, post, res = _split(logits, hc)
     h_res = _sinkhorn(res, call.tmax, call.sinkhorn_eps)
+    # Only the coefficients are differentiable; product and rstd are saved for the backward.
     return (
         torch.sigmoid(pre) + call.pre_eps, torch.sigmoid(post) * call.post_mult,
         h_res.contiguous(), product.detach(), rstd.detach().squeeze(-1),
@@ -121,14 +123,14 @@ def mhc_coeffs_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def _projected(x: Tensor, phi: Tensor, rms_eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x as (..., hc * C), its product with phi, and 1 / rms, (..., 1)."""
+    """Return x as (..., hc * C), its product with phi, and 1 / rms, (..., 1)."""
     rows = widened(x).flatten(-2)
     rstd = torch.rsqrt((rows * rows).mean(-1, keepdim=True) + rms_eps)
     return rows, torch.matmul(rows, phi.to(rows.dtype)), rstd
 
 
 def _factors(rows: Tensor, hc: Any, *alphas: Tensor) -> Tensor:
-    """The alpha of each column."""
+    """Return the alpha of each column, in one tensor."""
     counts = (hc, hc, hc * hc)
     return torch.cat(
         [alpha.to(rows.dtype).expand(n) for alpha, n in zip(alphas, counts, strict=True)]

@@ -11,8 +11,7 @@ from ..precision import widened
 
 @library.define(axes="x=* Hc c, f_out=* c, h_post=* Hc, h_res=* Hc Hc -> y=* Hc c")
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    """The streams of a hyper-connection after a layer: mixed with each other, plus the layer's
-    result.
+    """Mix the streams of a hyper-connection after a layer, and add the layer's result.
 
         y[o, c] = sum over i of h_res[o, i] * x[i, c] + h_post[o] * f_out[c]
 
@@ -20,8 +19,8 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
     and h_res are summed over the channels in float32, in an order that does not change between
     runs. Only the inputs are saved.
 
-    The models deepseek_v4 and glm5_next of transformers mix with the transposed matrix: h_res is
-    `comb.transpose(-1, -2)` there.
+    The models deepseek_v4 and glm5_next of transformers mix with the transposed matrix: for them
+    h_res is `comb.transpose(-1, -2)`.
 
     Under autocast the op runs in the dtypes of its inputs. float64 runs the definition on every
     device.
@@ -37,7 +36,8 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape or a device is not as above.
+        ValueError: x has no streams, more than 64, or no channels; the other shapes do not fit x's;
+            or the devices differ.
 
     Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, 2025.
 

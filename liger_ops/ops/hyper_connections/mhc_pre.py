@@ -10,7 +10,7 @@ from ..precision import widened
 
 @library.define(axes="x=* Hc c, h_pre=* Hc -> y=* c")
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
-    """The weighted sum of the streams of a hyper-connection, which a layer takes as its input.
+    """Compute a layer's input: the weighted sum of the streams of a hyper-connection.
 
         y[c] = sum over i of h_pre[i] * x[i, c]
 
@@ -30,7 +30,8 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape or a device is not as above.
+        ValueError: x has no streams, more than 64, or no channels; h_pre is not (..., hc); or the
+            devices differ.
 
     Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, 2025.
 

@@ -29,7 +29,7 @@ def cross_entropy(
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of logits and class indices, per token or reduced over all tokens.
+    """Compute the cross-entropy of logits and class indices, per token or reduced over all tokens.
 
     With x = softcap * tanh(logits * logit_scale / softcap), or x = logits * logit_scale without
     softcap, for token i and class c of V:
@@ -50,8 +50,8 @@ def cross_entropy(
     nothing. The logits are read once, and never written, widened or normalised in memory: beside
     the result, five numbers per token are stored. float64 runs the definition on every device.
 
-    Only differences from a row's largest logit are exponentiated and summed, so that a number that
-    all logits of a row have in common changes no result; a term whose factor is 0 is not computed.
+    Only differences from a row's largest logit are exponentiated and summed: adding a number to all
+    logits of a row does not change the loss. A term whose factor is 0 is not computed.
 
     The gradient of the logits is computed from the logits and lse, in float32, and rounded once. An
     ignored token has a gradient of exactly 0, whatever its logits are. weight, token_weight and
@@ -76,9 +76,12 @@ def cross_entropy(
         (), or target's shape for the reduction "none"; float32, or float64 if the logits are.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
-            requires one.
+        TypeError: logits, weight or token_weight is not floating point, target is not int64 or
+            int32, or num_items_in_batch is bool or complex.
+        ValueError: logits has no class; target or token_weight does not have the shape of the
+            tokens, weight is not (V,), or num_items_in_batch is not (); the devices differ; an
+            option is outside its range; num_items_in_batch is given with another reduction than
+            "mean"; or weight, token_weight or num_items_in_batch requires a gradient.
         IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
             gives NaN; neither reads out of bounds.
 
@@ -108,7 +111,7 @@ def cross_entropy(
 def cross_entropy_forward(
     call: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """`cross_entropy` with its intermediate results.
+    """Compute `cross_entropy`, and return its intermediate results too.
 
     loss, z_loss, lse and target_logit are each differentiable in the logits. lse, lse_error and
     target_logit suffice to compute a loss over a vocabulary that is split over devices: each device
@@ -130,8 +133,9 @@ def cross_entropy_forward(
             without return_predicted.
         entropy: of target's shape; 0 for an ignored token; not differentiable. None without
             return_entropy.
-        lse_error: of target's shape; what rounding took from lse, so that (x - lse) - lse_error
-            is log_softmax(x) for x of any size; 0 where lse is not finite. Not differentiable.
+        lse_error: of target's shape; the part of lse that was lost by rounding: log_softmax(x) is
+            (x - lse) - lse_error, which is exact for x of any size. 0 where lse is not finite. Not
+            differentiable.
 
         All but predicted_tokens have the dtype of `cross_entropy`'s result.
 
@@ -171,9 +175,10 @@ def cross_entropy_forward(
     " num_items_in_batch lse lse_error total_weight ... -> dlogits",
 )
 def cross_entropy_backward(call: Any) -> Any:
-    """The gradient of `cross_entropy_forward`.
+    """Compute the gradient of `cross_entropy_forward`.
 
-    dloss_i and dz_loss_i are those of a token, with the factor of the reduction:
+    dloss_i and dz_loss_i are the gradients of a token's loss and z-loss, which include the factor
+    of the reduction:
 
         dx_ic = a_i * p_ic - b_i * weight_c - c_i * (c == target_i)
         p_ic = exp((x_ic - lse_i) - lse_error_i)
@@ -196,6 +201,8 @@ def cross_entropy_backward(call: Any) -> Any:
         call, upstream_of_tokens(call), lse, *weights, within, class_sum, V
     )
     if is_eager(x):
+        # lse_error goes into the tokens' factor: subtracted from x, it would take another pass over
+        # the logits.
         soft = soft * torch.exp(-call.lse_error.to(x.dtype))
         dx = (x - lse.unsqueeze(-1)).exp_().mul_(soft.unsqueeze(-1))
     else:
@@ -204,10 +211,10 @@ def cross_entropy_backward(call: Any) -> Any:
         smoothed = smoothed.unsqueeze(-1)
         dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
     if is_eager(x) and V:
-        # A target may be among the other classes.
+        # The logits may be those of a part of the classes, without the target.
         inside = (target >= 0) & (target < V)
-        places = torch.where(inside, target, 0).long().unsqueeze(-1)
-        dx.scatter_add_(-1, places, -torch.where(inside, hard, 0.0).unsqueeze(-1))
+        columns = torch.where(inside, target, 0).long().unsqueeze(-1)
+        dx.scatter_add_(-1, columns, -torch.where(inside, hard, 0.0).unsqueeze(-1))
     else:
         is_target = torch.arange(V, device=x.device) == target.unsqueeze(-1)
         dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
@@ -216,7 +223,7 @@ def cross_entropy_backward(call: Any) -> Any:
     if call.logit_scale != 1:
         dx = dx * call.logit_scale
     if is_eager(x) and x.device.type == "cpu":
-        # The rows are few. On a GPU their indices would wait for the device.
+        # Few rows are written. On a GPU, finding their indices would wait for the device.
         dx[torch.where(~alive)] = 0.0
     else:
         dx = dx.masked_fill(~alive.unsqueeze(-1), 0.0)
@@ -224,7 +231,7 @@ def cross_entropy_backward(call: Any) -> Any:
 
 
 def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
-    """x, the scaled and capped logits, in the dtype of the arithmetic."""
+    """Return x, the scaled and capped logits, in the dtype of the arithmetic."""
     x = widened(logits)
     if logit_scale != 1:
         x = x * logit_scale
@@ -232,8 +239,12 @@ def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tens
 
 
 def centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest number of each row, a constant, and the logarithm of the sum of exponentials of x
-    less this number. A row with inf in it gives NaN, as it does in a softmax."""
+    """Return the maximum of each row, and log(sum(exp(x - maximum))).
+
+    The maximum is a constant to autograd. A row that contains inf gives NaN, as it does in a
+    softmax.
+    """
+    # A row that is all -inf gets a finite maximum, so that -inf - maximum is not NaN.
     maximum = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
     centred = x - maximum
     exponentials = centred.exp_() if is_eager(x) else torch.exp(centred)
@@ -241,14 +252,14 @@ def centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Their sum, and what rounding took from it, or 0 where it is not finite.
+    """Return lse = maximum + log_sum, and its rounding error, which is 0 where lse is not finite.
 
-    In float32, lse of logits near 1e4 is off by up to 5e-4, and so would be the logarithm of every
-    probability that is computed from the rounded lse alone.
+    In float32, lse of logits near 1e4 is off by up to 5e-4. The logarithm of every probability that
+    is computed from the rounded lse alone would be off by as much.
     """
     lse = maximum + log_sum
     total, part = lse.detach(), log_sum.detach()
-    # The larger of two numbers, less their rounded sum, is exact.
+    # The larger of two numbers, less their rounded sum, is exact: the fast two-sum of Dekker.
     error = torch.where(
         maximum.abs() < part.abs(), (part - total) + maximum, (maximum - total) + part
     )
@@ -256,20 +267,26 @@ def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax; and what rounding took
-    from it."""
+    """Return logsumexp over the last dimension, and its rounding error.
+
+    Unlike in `torch.logsumexp`, a row that contains inf gives NaN, as it does in a softmax.
+    """
     return rounded_lse(*centred(x))
 
 
 def log_softmax_of(x: Tensor, lse: Tensor, lse_error: Tensor) -> Tensor:
-    """The logarithms of the probabilities of x, which may be a part of the classes."""
+    """Return the log-probabilities of x, which may be a part of the classes, from lse of all."""
     lse, lse_error = (value.to(x.dtype).unsqueeze(-1) for value in (lse, lse_error))
     centred = x - lse
     return centred.sub_(lse_error) if is_eager(x) else centred - lse_error
 
 
 def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
-    """x at the target, or 0 if the target is ignored. ATen's loss raises if one is out of range."""
+    """Return x at the target, or 0 if the target is ignored.
+
+    Raise IndexError for a target that is out of range, on a CPU.
+    """
+    # nll_loss takes ignored targets, and raises if another one is out of range.
     try:
         negated = torch.nn.functional.nll_loss(
             x.reshape(-1, x.shape[-1]),
@@ -289,7 +306,7 @@ def token_weights(
     target: Tensor, within: Tensor, weight: Tensor | None,
     token_weight: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each token's weight, and its product with the class weight; both 0 if not `within`."""
+    """Return each token's weight, and its product with the class weight; both 0 if not `within`."""
     weights = within.to(dtype)
     if token_weight is not None:
         weights = torch.where(within, token_weight.to(dtype), 0.0)
@@ -302,8 +319,11 @@ def token_losses(
     lse: Tensor, nll: Tensor, smooth: Tensor | None, weights: Tensor,
     counts: Tensor, within: Tensor, call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing. A
-    term whose factor is 0 is left out, and may be inf or NaN."""
+    """Return each token's loss and z-loss, which are 0 if not `within`.
+
+    smooth is None without label smoothing. A term whose factor is 0 is not added: it may be inf or
+    NaN.
+    """
     label_smoothing, lse_square_scale = call.label_smoothing, call.lse_square_scale
     # Values of ignored tokens may be NaN: they are replaced before any differentiated arithmetic.
     z_loss = loss = torch.zeros_like(counts)
@@ -331,7 +351,7 @@ def reduced(
 
 
 def upstream(grad: Tensor | None, call: Any) -> Tensor | None:
-    """The gradient of each token's loss, from the gradient of the reduced loss."""
+    """Return the gradient of each token's loss, from the gradient of the reduced loss."""
     if grad is None:
         return None
     if call.reduction == "mean":
@@ -341,7 +361,7 @@ def upstream(grad: Tensor | None, call: Any) -> Tensor | None:
 
 
 def upstream_of_tokens(call: Any) -> list[Tensor | None]:
-    """The gradients of each token's own loss, z-loss, lse and target logit."""
+    """Return the gradients of each token's own loss, z-loss, lse and target logit."""
     return [upstream(call.dloss, call), upstream(call.dz_loss, call), call.dlse, call.dtarget_logit]
 
 
@@ -349,8 +369,10 @@ def gradient_factors(
     call: Any, grads: Sequence[Tensor | None], lse: Tensor, weights: Tensor, counts: Tensor,
     within: Tensor, class_sum: Tensor | int, V: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """a, b and c of `cross_entropy_backward`, and whether a token has any gradient, from those of
-    its loss, z-loss, lse and target logit."""
+    """Return a, b and c of `cross_entropy_backward`, and whether a token has any gradient.
+
+    `grads` are the gradients of each token's loss, z-loss, lse and target logit.
+    """
     label_smoothing, lse_square_scale = call.label_smoothing, call.lse_square_scale
     zero = torch.zeros_like(lse)
     *of_losses, dlse, dtarget_logit = grads
@@ -371,6 +393,6 @@ def gradient_factors(
 def _entropy(x: Tensor, within: Tensor) -> Tensor:
     log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)
-    # A class of probability 0 adds nothing, though its logarithm is -inf.
+    # A class of probability 0 adds 0, although its logarithm is -inf.
     entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
     return torch.where(within, entropy, 0.0)

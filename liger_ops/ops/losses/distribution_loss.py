@@ -1,4 +1,4 @@
-"""The losses of two distributions given as tensors: kl_div, jsd and tvd."""
+"""The losses of two tensors of probabilities or log-probabilities: kl_div, jsd and tvd."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from .divergence import shares
 
 REDUCTIONS = ("batchmean", "mean", "sum", "none")
 
-# float32's least normal number: below it a probability's logarithm is that of this number.
+# float32's smallest normal number. The logarithm of a smaller probability is that of this number.
 TINY = torch.finfo(torch.float32).tiny
 
 
-class Form(NamedTuple):
-    """A call of one of the losses.
+class DistributionLoss(NamedTuple):
+    """One of the losses, with its tensors x and y.
 
     The kinds, with P = exp(y) and Q = exp(x): "kl_div", whose y are probabilities, is KL(y || Q);
-    "forward_kl" is KL(P || Q), "reverse_kl" KL(Q || P), and "jsd" the divergence of both from their
-    mixture. "tvd" is the distance of probabilities x and y.
+    "forward_kl" is KL(P || Q), "reverse_kl" is KL(Q || P), and "jsd" is the divergence of P and Q
+    from their mixture. "tvd" is the distance of the probabilities x and y.
     """
 
     kind: str
     x: Tensor
     y: Tensor
-    # eps of kl_div, and beta of jsd.
+    # eps of kl_div, or beta of jsd.
     scalar: float
     reduction: str
-    # What "batchmean" divides by, if all rows count.
+    # The divisor of "batchmean", if all rows count.
     batch: int
     # Which rows count, or None for all.
     within: Tensor | None = None
 
     @property
     def divisor(self) -> Tensor | int:
-        """What the sum of all terms is divided by, at least 1."""
+        """The number, at least 1, by which the sum of all terms is divided."""
         return self.divided_by(None if self.within is None else self.within.sum())
 
     def divided_by(self, counted: Tensor | None) -> Tensor | int:
-        """The divisor, if so many rows count, or None for all."""
+        """Return the divisor if `counted` rows count; None for all."""
         if self.reduction in ("sum", "none"):
             return 1
         *leading, V = self.x.shape
+        # sym_max keeps a traced size symbolic, where max would guard on it.
         V, of_mean = torch.sym_max(V, 1), self.reduction == "mean"
         if counted is not None:
             rows = counted.clamp(min=1)
@@ -54,58 +55,68 @@ class Form(NamedTuple):
 
 
 def within(call: Any) -> Tensor | None:
+    """Return whether each row counts, or None if all do."""
     return None if call.shift_labels is None else call.shift_labels != call.ignore_index
 
 
-def value(form: Form) -> Tensor:
-    """The loss, in float32, or in float64 if one of the tensors is."""
-    terms = _terms(form.kind, *_operands(form), form.scalar)
-    if form.within is not None:
-        terms = torch.where(form.within.unsqueeze(-1), terms, 0.0)
-    if form.reduction == "none":
+def value(loss: DistributionLoss) -> Tensor:
+    """Compute the loss, in float32, or in float64 if one of the tensors is."""
+    terms = _terms(loss.kind, *_operands(loss), loss.scalar)
+    if loss.within is not None:
+        terms = torch.where(loss.within.unsqueeze(-1), terms, 0.0)
+    if loss.reduction == "none":
         return terms.contiguous()
-    return terms.sum() / form.divisor
+    return terms.sum() / loss.divisor
 
 
-def gradients(call: Any, form: Form) -> tuple[Tensor | None, ...]:
-    """The gradients of x and y that a backward's call asks for, rounded once."""
-    slopes = _slopes(form.kind, *_operands(form), form.scalar)
-    factor = call.dloss.to(slopes[0].dtype) / form.divisor
-    found: list[Tensor | None] = []
-    for wanted, slope, x in zip(call.output_mask, slopes, (form.x, form.y), strict=True):
+def gradients(call: Any, loss: DistributionLoss) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x and y that a backward's call asks for, rounded once."""
+    slopes = _slopes(loss.kind, *_operands(loss), loss.scalar)
+    factor = call.dloss.to(slopes[0].dtype) / loss.divisor
+    results: list[Tensor | None] = []
+    for wanted, slope, x in zip(call.output_mask, slopes, (loss.x, loss.y), strict=True):
         gradient = None
         if wanted:
             gradient = factor * slope
-            if form.within is not None:
-                gradient = torch.where(form.within.unsqueeze(-1), gradient, 0.0)
+            if loss.within is not None:
+                gradient = torch.where(loss.within.unsqueeze(-1), gradient, 0.0)
             gradient = gradient.to(x.dtype).contiguous()
-        found.append(gradient)
-    return tuple(found)
+        results.append(gradient)
+    return tuple(results)
 
 
-def _operands(form: Form) -> tuple[Tensor, Tensor]:
-    """x and y in the dtype of the arithmetic, 0 where a row does not count: there they may be NaN,
-    which would make gradients NaN."""
-    x, y = widened(form.x), widened(form.y)
-    if form.within is not None:
-        x, y = (torch.where(form.within.unsqueeze(-1), tensor, 0.0) for tensor in (x, y))
+def _operands(loss: DistributionLoss) -> tuple[Tensor, Tensor]:
+    """Return x and y in the dtype of the arithmetic, and 0 in the rows that do not count.
+
+    Those rows may be NaN, which would make gradients NaN.
+    """
+    x, y = widened(loss.x), widened(loss.y)
+    if loss.within is not None:
+        x, y = (torch.where(loss.within.unsqueeze(-1), tensor, 0.0) for tensor in (x, y))
     return x, y
 
 
 def _kl_terms(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p * (log_p - log_q), and 0 where p is 0, though the logarithms may be -inf; NaN stays."""
-    nothing = (p == 0) & (log_q < torch.inf)
-    return p * torch.where(nothing, 0.0, log_p - log_q)
+    """Return p * (log_p - log_q), and 0 where p is 0, although the logarithms may be -inf.
+
+    NaN stays NaN.
+    """
+    # The comparison is False for a log_q of NaN, so that it makes the term NaN.
+    is_zero = (p == 0) & (log_q < torch.inf)
+    return p * torch.where(is_zero, 0.0, log_p - log_q)
 
 
 def _floored(p: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """max(p, eps), and where that is eps. A negative p stays, so that its logarithm is NaN."""
+    """Return max(p, eps) for p >= 0, and whether p is below eps.
+
+    A negative p stays, so that its logarithm is NaN.
+    """
     below = (p >= 0) & (p < eps)
     return torch.where(below, eps, p), below
 
 
 def _terms(kind: str, x: Tensor, y: Tensor, scalar: float) -> Tensor:
-    """The terms that are summed over the last dimension and reduced."""
+    """Compute the terms, of x's shape, that a reduction sums."""
     if kind == "tvd":
         return (x - y).abs() / 2
     if kind == "kl_div":
@@ -119,9 +130,10 @@ def _terms(kind: str, x: Tensor, y: Tensor, scalar: float) -> Tensor:
 
 
 def _slopes(kind: str, x: Tensor, y: Tensor, scalar: float) -> tuple[Tensor, Tensor]:
-    """The derivatives of a term with respect to x and to y.
+    """Compute the derivatives of a term with respect to x and to y.
 
-    Autograd would give 0 where a probability is 0, because the term is a constant there.
+    They are written out because autograd gives 0 where a probability is 0: the term is a constant
+    there.
     """
     if kind == "tvd":
         half = torch.sign(x - y).detach() / 2

@@ -1,4 +1,4 @@
-"""The divergence of two distributions, each given by logits."""
+"""The divergence of two distributions that are given by their logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..precision import widened
 from . import cosine
 from .cross_entropy import log_softmax_of, logsumexp
 
-# The kinds of probabilities, and those of logits.
+# The kinds that compare probabilities; and, with the kind that compares logits, all kinds.
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 KINDS = (*DISTRIBUTION_KINDS, "cosine")
 RESULTS = "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
@@ -22,7 +22,7 @@ OPTIONS: Options = {
     "kind": KINDS, "beta": FRACTION, "temperature": POSITIVE, "teacher_temperature": POSITIVE,
 }  # fmt: skip
 
-# exp of it is 0 in every dtype.
+# The exponential of this number is 0 in every dtype.
 LOWEST_LOGARITHM = -1e4
 
 
@@ -32,7 +32,7 @@ def divergence(
     temperature: float = 1.0, teacher_temperature: float | None = None,
     target: Tensor | None = None, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """The divergence of a student's distribution from its teacher's, for each token.
+    """Compute the divergence of a student's distribution from its teacher's, for each token.
 
     With q = softmax(student_logits / temperature), p = softmax(teacher_logits /
     teacher_temperature) and m = beta * p + (1 - beta) * q, sums being over the classes:
@@ -41,7 +41,7 @@ def divergence(
         reverse_kl: sum(q * log(q / p))
         jsd: beta * sum(p * log(p / m)) + (1 - beta) * sum(q * log(q / m))
         tvd: sum(|p - q|) / 2
-        cosine: 1 - sum(x * y) / (|x| * |y|), of the logits x and y themselves
+        cosine: 1 - sum(x * y) / (|x| * |y|), with the logits x of the student, y of the teacher
 
     A token whose target is ignore_index gives 0. The Jensen-Shannon divergence would be 0 for a
     beta of 0 or 1; as in Liger-Kernel, it is then forward_kl or reverse_kl, its limit after
@@ -57,12 +57,12 @@ def divergence(
     Both logits are differentiable. Their gradients are computed in float32 and rounded once. An
     ignored token has gradients of exactly 0, whatever its logits are.
 
-    A class of -inf has probability 0, as has one whose probability is too small for float32. It
-    adds 0 to the sum whose factor that probability is. A class of probability 0 in the student
-    alone makes forward_kl inf, in the teacher alone reverse_kl; jsd and tvd are finite. An infinite
-    forward_kl has a finite gradient for the student, q - p, and an infinite reverse_kl one for the
-    teacher; the other gradient is then infinite or NaN. A row that is all -inf, or that has inf or
-    NaN in it, gives NaN.
+    A class of -inf has probability 0, and so has a class whose probability is too small for
+    float32. It adds 0 to a sum that has this probability as a factor. A class with probability 0
+    for the student alone makes forward_kl inf, and for the teacher alone reverse_kl; jsd and tvd
+    are finite. An infinite forward_kl has a finite gradient for the student, q - p, and an infinite
+    reverse_kl has a finite gradient for the teacher; the other gradient is then infinite or NaN. A
+    row that is all -inf, or that contains inf or NaN, gives NaN.
 
     For "cosine", a row of zeros has the cosine 0 and a gradient of 0, and a row whose sum of
     squares is not finite in float32 gives NaN. A temperature changes nothing.
@@ -85,8 +85,9 @@ def divergence(
         (...), float32, or float64 if the logits of either are.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a device or an option is not as above.
+        TypeError: the logits are not floating point, or target is not int64 or int32.
+        ValueError: the logits have different shapes or no class, target does not have the shape
+            of the tokens, the devices differ, or an option is outside its range or unknown.
 
     Source: Lin, "Divergence measures based on the Shannon entropy", 1991; Agarwal et al.,
         "On-policy distillation of language models", 2024.
@@ -112,37 +113,39 @@ def divergence(
     options=OPTIONS,
 )
 def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`divergence` with what its backward needs.
+    """Compute `divergence`, and the statistics of each token that its backward needs.
 
-    If the logits are those of a part of the classes, and both lse of all classes are known, the
-    divergence is this part's summands: the sum over the parts is the divergence. The op then reads
-    the logits once, and there is no gradient through it; `divergence_backward` of a part takes the
-    sums over all parts.
+    A vocabulary may be split, for example over devices. The logits are then those of a part of the
+    classes, and lse of all classes is given for student and teacher. The result is the part's share
+    of the divergence: the sum over the parts is the divergence. The op then reads the logits once,
+    and has no gradient; `divergence_backward` of a part takes the sums over all parts.
 
     Args:
         known_student_lse, known_teacher_lse, known_student_lse_error, known_teacher_lse_error:
-            (...), float32, or float64 if the results are: lse and lse_error of each of all classes,
-            or None for all four. Not for "cosine".
+            (...), float32, or float64 if the results are: lse and lse_error over all classes, of
+            the student and of the teacher. None for all four if the logits have all classes, and
+            for "cosine".
 
     Returns:
-        divergence: the result of `divergence`, which alone is differentiable.
-        student_share: the part of the divergence that is a mean over the student's classes:
-            (1 - beta) * sum(q * log(q / m)) of jsd, sum(q * sign(q - p)) / 2 of tvd, all of
-            reverse_kl and nothing of forward_kl. For cosine it is the cosine.
-        student_lse, teacher_lse: log(sum(exp(logits / temperature))), or what is known. For cosine
-            they are the norms of logits / temperature, and inf for a row of zeros.
-        student_lse_error, teacher_lse_error: what rounding took from lse, as the lse_error of
-            `cross_entropy_forward`, or what is known. For cosine they are 0.
+        divergence: the result of `divergence`, the only differentiable one.
+        student_share: the part of the divergence that is a mean over q: for jsd
+            (1 - beta) * sum(q * log(q / m)), for tvd sum(q * sign(q - p)) / 2, for reverse_kl the
+            whole divergence, and for forward_kl 0. For cosine it is the cosine.
+        student_lse, teacher_lse: log(sum(exp(logits / temperature))), or the given values. For
+            cosine they are the norms of logits / temperature, and inf for a row of zeros.
+        student_lse_error, teacher_lse_error: the rounding errors of lse, as the lse_error of
+            `cross_entropy_forward`, or the given values. For cosine they are 0.
         All are of the same shape and dtype, and 0 for an ignored token.
 
     Raises:
-        TypeError, ValueError: as `divergence`.
+        TypeError, ValueError: as `divergence`; or some of the four known values are given without
+            the others, or with "cosine", or with a tensor that requires a gradient.
 
     Example:
         >>> liger_ops.divergence_forward(torch.zeros(1, 4), torch.zeros(1, 4))[2]
         tensor([1.3863])
     """
-    x, y, within = _kept(call)
+    x, y, within = _scaled_logits(call)
     if call.kind == "cosine":
         value, student_share, *lses = cosine.cosines(x, y)
         errors = [torch.zeros_like(value) for _ in lses]
@@ -151,9 +154,9 @@ def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
             (call.known_student_lse, call.known_student_lse_error),
             (call.known_teacher_lse, call.known_teacher_lse_error),
         )
-        found = [_lse(z, *given) for z, given in zip((x, y), known, strict=True)]
-        log_q, log_p = (log_softmax_of(z, *lse) for z, lse in zip((x, y), found, strict=True))
-        lses, errors = map(list, zip(*found, strict=True))
+        pairs = [_lse(z, *known_pair) for z, known_pair in zip((x, y), known, strict=True)]
+        log_q, log_p = (log_softmax_of(z, *lse) for z, lse in zip((x, y), pairs, strict=True))
+        lses, errors = map(list, zip(*pairs, strict=True))
         student, teacher = shares(log_p, log_q, limit(call.kind, call.beta), call.beta)
         student_share = student.sum(-1)
         value = student_share + teacher.sum(-1)
@@ -165,7 +168,7 @@ def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     return tuple(results)  # type: ignore[return-value]
 
 
-class _Formula(autograd.Formula):
+class _DivergenceFormula(autograd.Formula):
     def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
         if call.known_student_lse is not None and any(ctx.needs_input_grad):
             raise ValueError(
@@ -180,10 +183,10 @@ class _Formula(autograd.Formula):
     "ddivergence student_logits teacher_logits target divergence student_share student_lse"
     " teacher_lse student_lse_error teacher_lse_error ... output_mask -> dstudent_logits"
     " dteacher_logits",
-    formula=_Formula,
+    formula=_DivergenceFormula,
 )
 def divergence_backward(call: Any) -> Any:
-    """The gradients of `divergence`. With s the student_share:
+    """Compute the gradients of `divergence`. With s the student_share:
 
         dstudent_c = dy / temperature * slope_c
         forward_kl: slope_c = q_c - p_c
@@ -192,19 +195,19 @@ def divergence_backward(call: Any) -> Any:
         tvd: slope_c = q_c * (sign(q_c - p_c) / 2 - s)
         cosine: slope_c = (s * x_c / |x| - y_c / |y|) / |x|
 
-    and likewise for the teacher, with divergence - s in place of s but for cosine. The forward's
-    results are used, so that the logits may be those of a part of the classes, and the results
-    those of all. The definition computes them again for their derivatives alone.
+    and likewise for the teacher, with divergence - s in place of s, except for cosine. The values
+    of the forward's results are used: the logits may be those of a part of the classes, and the
+    results those of all. The definition computes the results again only for their derivatives.
     """
-    x, y, within = _kept(call)
+    x, y, within = _scaled_logits(call)
     if call.kind == "cosine":
-        _, *found = cosine.cosines(x, y)
+        _, *computed = cosine.cosines(x, y)
         known = (call.student_share, call.student_lse, call.teacher_lse)
-        slopes = cosine.slopes(x, y, *map(valued, known, found))
+        slopes = cosine.slopes(x, y, *map(with_derivative, known, computed))
     else:
         errors = (call.student_lse_error, call.teacher_lse_error)
-        given = zip((x, y), (call.student_lse, call.teacher_lse), errors, strict=True)
-        log_q, log_p = (log_softmax_of(z, *_valued_lse(z, *lse)) for z, *lse in given)
+        rows = zip((x, y), (call.student_lse, call.teacher_lse), errors, strict=True)
+        log_q, log_p = (log_softmax_of(z, *_lse_with_derivative(z, *lse)) for z, *lse in rows)
         slopes = _slopes(log_p, log_q, call)
     gradients: list[Tensor | None] = []
     logits = (call.student_logits, call.teacher_logits)
@@ -222,34 +225,38 @@ def divergence_backward(call: Any) -> Any:
 
 
 def limit(kind: str, beta: float) -> str:
-    """The kind, or what jsd is at the ends of beta."""
+    """Return the kind; for jsd with a beta of 0 or 1, the kind that is its limit."""
     if kind == "jsd" and beta in (0, 1):
         return "reverse_kl" if beta else "forward_kl"
     return kind
 
 
 def _temperatures(call: Any) -> tuple[float, float]:
-    """Those of the student and of the teacher."""
+    """Return the temperatures of the student and of the teacher."""
     return call.temperature, call.teacher_temperature or call.temperature
 
 
-def _kept(call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Both logits / temperature, from 0 where the token is ignored: its logits may be NaN, which
-    would make its gradient NaN; and whether each token counts."""
+def _scaled_logits(call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return both logits / temperature, and whether each token counts.
+
+    The logits of an ignored token are replaced by 0: they may be NaN, which would make the gradient
+    NaN.
+    """
     within = None if call.target is None else call.target != call.ignore_index
-    found = []
+    both_scaled = []
     for logits, temperature in zip(
         (call.student_logits, call.teacher_logits), _temperatures(call), strict=True
     ):
         kept = logits if within is None else torch.where(within.unsqueeze(-1), logits, 0.0)
-        found.append(widened(kept) * (1 / temperature))
-    return found[0], found[1], within
+        both_scaled.append(widened(kept) * (1 / temperature))
+    return both_scaled[0], both_scaled[1], within
 
 
 def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """The terms of a divergence that are means over the student's and over the teacher's classes.
+    """Return each class's term that has the factor q, and the term that has the factor p.
 
-    Both are 0 where their probability is, though its logarithm is -inf.
+    They are the student's and the teacher's share of the divergence. Each is 0 where its factor is
+    0, although the factor's logarithm is -inf.
     """
     p, q = log_p.exp(), log_q.exp()
     if kind == "tvd":
@@ -259,47 +266,48 @@ def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor
         return torch.zeros_like(q), p * torch.where(p == 0, 0.0, log_p - log_q)
     if kind == "reverse_kl":
         return q * torch.where(q == 0, 0.0, log_q - log_p), torch.zeros_like(p)
-    # Where both are -inf, the gradient of logaddexp is NaN.
+    # The gradient of logaddexp is NaN where both arguments are -inf.
     log_p, log_q = log_p.clamp(min=LOWEST_LOGARITHM), log_q.clamp(min=LOWEST_LOGARITHM)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     return (1 - beta) * q * (log_q - log_m), beta * p * (log_p - log_m)
 
 
-def valued(known: Tensor | None, computed: Tensor) -> Tensor:
-    """What is known, with the derivatives of how it is computed, which may be of a part of the
-    classes."""
+def with_derivative(known: Tensor | None, computed: Tensor) -> Tensor:
+    """Return `known`, with the derivatives of `computed`.
+
+    `computed` may be over a part of the classes, where the known value is over all.
+    """
     if known is None:
         return computed
-    # A part of the classes may have no class of a probability above 0.
+    # In a part of the classes all may have probability 0, and an lse of -inf: -inf - -inf is NaN.
     derivative = torch.where(computed.isfinite(), computed - computed.detach(), 0.0)
     return known.detach() + derivative
 
 
 def _lse(x: Tensor, known: Tensor | None, known_error: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse and its error: what is known, or those of x."""
+    """Return lse and its error: the known values, or those of x."""
     if known is None or known_error is None:
         return logsumexp(x)
-    # An op's results are other tensors than its arguments.
+    # An op may not return its arguments: the results are copies.
     return known.clone(), known_error.clone()
 
 
-def _valued_lse(
+def _lse_with_derivative(
     x: Tensor, known: Tensor | None, known_error: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """lse and its error as `_lse`, with the derivatives of the lse of x."""
+    """Return lse and its error, as `_lse` does, with the derivatives of the lse of x."""
     lse, error = logsumexp(x)
-    return valued(known, lse), error if known_error is None else known_error
+    return with_derivative(known, lse), error if known_error is None else known_error
 
 
 def _slopes(log_p: Tensor, log_q: Tensor, call: Any) -> tuple[Tensor, Tensor]:
-    """The gradients with respect to the student's and the teacher's logits, which are divided by
-    their temperatures."""
+    """Return the gradients for the student's and the teacher's logits / temperature."""
     kind, share = limit(call.kind, call.beta), call.student_share
     student, teacher = shares(log_p, log_q, kind, call.beta)
     p, q = log_p.exp(), log_q.exp()
     teacher_share = None if share is None else call.divergence - share
-    of_student = valued(share, student.sum(-1)).unsqueeze(-1)
-    of_teacher = valued(teacher_share, teacher.sum(-1)).unsqueeze(-1)
+    of_student = with_derivative(share, student.sum(-1)).unsqueeze(-1)
+    of_teacher = with_derivative(teacher_share, teacher.sum(-1)).unsqueeze(-1)
     return (
         q - p if kind == "forward_kl" else student - q * of_student,
         p - q if kind == "reverse_kl" else teacher - p * of_teacher,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import FRACTION
 from . import distribution_loss
-from .distribution_loss import Form, within
+from .distribution_loss import DistributionLoss, within
 from .divergence import limit
 
 
@@ -25,7 +25,7 @@ def jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
     beta: float = 0.5, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """The generalised Jensen-Shannon divergence of log-probabilities, the mean over tokens.
+    """Compute the generalised Jensen-Shannon divergence of log-probabilities, the mean over tokens.
 
     With Q = exp(input), P = exp(target) and M = beta * P + (1 - beta) * Q, sums being over classes:
 
@@ -34,21 +34,22 @@ def jsd(
         loss_i = sum(Q * log(Q / P))                                                 beta = 1
 
     and the result is the mean of loss_i over the tokens whose label is not ignore_index, or over
-    all without labels; 0 if none counts, where Liger-Kernel's is 0 too, and 0 of no tokens. For a
-    beta of 0 or 1 the equation in the first line is 0; as in Liger-Kernel, the result is then the
-    forward or the reverse KL, the limit after division by beta or by 1 - beta. For logits, and for
-    each token's divergence, see `divergence`.
+    all tokens without labels. It is 0 if no token counts, as in Liger-Kernel, and 0 if there are no
+    tokens. For a beta of 0 or 1 the equation in the first line is 0; as in Liger-Kernel, the result
+    is then the forward or the reverse KL, the limit after division by beta or by 1 - beta. For
+    logits, and for each token's divergence, see `divergence`.
 
-    A class of log-probability -inf has probability 0, as has one whose probability is too small for
-    float32: it adds 0 to the sum whose factor that probability is. Liger-Kernel gives NaN. For beta
-    of 0 and 1 a class of probability 0 in the denominator alone gives inf. NaN gives NaN.
+    A class of log-probability -inf has probability 0, and so has a class whose probability is too
+    small for float32: it adds 0 to a sum that has this probability as a factor, where Liger-Kernel
+    gives NaN. For a beta of 0 or 1, a class that has probability 0 in the denominator alone gives
+    inf. NaN gives NaN.
 
     The loss is computed and returned in float32, whatever the dtypes, also under autocast;
     Liger-Kernel rounds it to input's dtype. One number for each token is stored beside the result.
-    The number of tokens that count stays on the device. float64 runs the definition on every
+    The number of tokens that count is not read by the host. float64 runs the definition on every
     device.
 
-    Both tensors are differentiable; Liger-Kernel gives input's gradient alone. The gradients are
+    Both tensors are differentiable; Liger-Kernel gives only input's gradient. The gradients are
     computed in float32 and rounded once; those of ignored tokens are exactly 0. With n the number
     of tokens that count:
 
@@ -70,8 +71,9 @@ def jsd(
         (), float32, or float64 if either tensor is.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a device or an option is not as above.
+        TypeError: input or target is not floating point, or shift_labels are not int64 or int32.
+        ValueError: input and target have different shapes, shift_labels do not have the shape of
+            the tokens, the devices differ, or beta is not from 0 to 1.
 
     Source: Lin, "Divergence measures based on the Shannon entropy", 1991; Agarwal et al.,
         "On-policy distillation of language models", 2024.
@@ -87,10 +89,12 @@ def jsd(
 
 @library.backward("jsd", "dloss input target shift_labels ... output_mask -> dinput dtarget")
 def jsd_backward(call: Any) -> Any:
-    """The gradients of `jsd`, whose documentation has the equations."""
+    """Compute the gradients of `jsd`, whose documentation has the equations."""
     return distribution_loss.gradients(call, form(call))
 
 
-def form(call: Any) -> Form:
+def form(call: Any) -> DistributionLoss:
     kind, tokens = limit("jsd", call.beta), math.prod(call.input.shape[:-1])
-    return Form(kind, call.input, call.target, call.beta, "batchmean", tokens, within(call))
+    return DistributionLoss(
+        kind, call.input, call.target, call.beta, "batchmean", tokens, within(call)
+    )

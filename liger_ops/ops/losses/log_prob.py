@@ -21,7 +21,7 @@ def log_prob(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The log-probability of each token's target, and the entropy of its distribution.
+    """Compute the log-probability of each token's target, and the entropy of its distribution.
 
     With x = softcap * tanh(logits * logit_scale / softcap) / temperature, or
     x = logits * logit_scale / temperature without softcap, for token i and class c:
@@ -44,7 +44,7 @@ def log_prob(
     0, whatever its logits are.
 
     As in `softmax`, a class of -inf has probability 0 and adds nothing to the entropy; a row that
-    is all -inf, or that has inf or NaN in it, gives NaN.
+    is all -inf, or that contains inf or NaN, gives NaN.
 
     This op calls `log_prob_forward`, which returns lse too, and further results on request.
 
@@ -60,8 +60,9 @@ def log_prob(
         log_prob, entropy: of target's shape; float32, or float64 if the logits are.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a device or an option is not as above.
+        TypeError: logits is not floating point, or target is not int64 or int32.
+        ValueError: logits has no class, target does not have the shape of the tokens, the
+            devices differ, or temperature, softcap or logit_scale is not above 0 and finite.
         IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
             gives NaN; neither reads out of bounds.
 
@@ -84,8 +85,9 @@ def log_prob(
     options=OPTIONS,
 )
 def log_prob_forward(call: Any) -> Results:
-    """`log_prob` with lse, from which the backward computes the probabilities again, and with
-    statistics of each token's distribution, from the same pass over the logits.
+    """Compute `log_prob`, lse, and statistics of each token's distribution in one pass.
+
+    The backward computes the probabilities again from lse.
 
     With x and p of `log_prob`:
 
@@ -100,7 +102,7 @@ def log_prob_forward(call: Any) -> Results:
         log_prob, entropy: the results of `log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
         mean_logits, log_sum_sq_probs: of the same shape and dtype; 0 for an ignored token; not
-            differentiable. None if not asked for. A class of -inf makes mean_logits -inf.
+            differentiable. None if not requested. A class of -inf makes mean_logits -inf.
         predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
             for an ignored token; not differentiable. None without return_predicted.
         lse_error: as `cross_entropy_forward`; 0 for an ignored token.
@@ -112,11 +114,12 @@ def log_prob_forward(call: Any) -> Results:
         >>> liger_ops.log_prob_forward(torch.zeros(1, 4), torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    x, within = _kept(call)
+    x, within = _scaled_logits(call)
     maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
     log_prob = picked(x, call.target, call.ignore_index, "log_prob") - maximum - log_sum
-    # PyTorch's own sum of exponentials, whose error all classes share, is the more exact one.
+    # The entropy is computed from PyTorch's log_softmax, which is more exact than lse: all classes
+    # share the error of its sum of exponentials.
     log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)
     entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
@@ -134,7 +137,7 @@ def log_prob_forward(call: Any) -> Results:
     "dlog_prob? dentropy? dlse? logits target entropy lse lse_error ... -> dlogits",
 )
 def log_prob_backward(call: Any) -> Any:
-    """The gradient of `log_prob_forward`.
+    """Compute the gradient of `log_prob_forward`.
 
         dx_ic = dlog_prob_i * ((c == target_i) - p_ic) + dlse_i * p_ic
                 - dentropy_i * p_ic * (log(p_ic) + entropy_i)
@@ -144,7 +147,7 @@ def log_prob_backward(call: Any) -> Any:
     and dlogits_i = 0 for an ignored token. The logits may be those of a part of the classes, with
     the lse and the entropy of all.
     """
-    x, within = _kept(call)
+    x, within = _scaled_logits(call)
     cap, scale = tempered(call.temperature, call.softcap, call.logit_scale)
     entropy = call.entropy.to(x.dtype).unsqueeze(-1)
     log_p = log_softmax_of(x, call.lse, call.lse_error)
@@ -156,7 +159,7 @@ def log_prob_backward(call: Any) -> Any:
         is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
         dx = dx + call.dlog_prob.to(x.dtype).unsqueeze(-1) * (is_target.to(x.dtype) - p)
     if call.dentropy is not None:
-        # A class of probability 0 has no gradient, though its logarithm is -inf.
+        # A class of probability 0 has a gradient of 0, although its logarithm is -inf.
         centred = torch.where(p == 0, 0.0, log_p + entropy)
         dx = dx - call.dentropy.to(x.dtype).unsqueeze(-1) * (p * centred)
     if cap is not None:
@@ -168,14 +171,20 @@ def log_prob_backward(call: Any) -> Any:
 def tempered(
     temperature: float, softcap: float | None, logit_scale: float
 ) -> tuple[float | None, float]:
-    """The softcap and logit_scale that include the temperature: softcap * tanh(v / softcap) divided
-    by the temperature is tanh of the same number, times softcap / temperature."""
+    """Return the softcap and the logit_scale that include the temperature.
+
+    softcap * tanh(v / softcap) / temperature is (softcap / temperature) * tanh(v / softcap), and
+    v / softcap is (v / temperature) / (softcap / temperature).
+    """
     return None if softcap is None else softcap / temperature, logit_scale / temperature
 
 
-def _kept(call: Any) -> tuple[Tensor, Tensor]:
-    """x, computed from 0 where the token is ignored: its logits may be NaN, which would make its
-    gradient NaN; and whether each token counts."""
+def _scaled_logits(call: Any) -> tuple[Tensor, Tensor]:
+    """Return x, and whether each token counts.
+
+    The logits of an ignored token are replaced by 0: they may be NaN, which would make the gradient
+    NaN.
+    """
     within = call.target != call.ignore_index
     kept = torch.where(within.unsqueeze(-1), call.logits, 0.0)
     return effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale)), within

@@ -1,4 +1,4 @@
-"""A teacher that gives some words of each token, with their log-probabilities."""
+"""Teachers that list some words of each token, with their log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ from .cross_entropy import logsumexp
 from .divergence import DISTRIBUTION_KINDS, divergence_forward, limit
 
 TAILS = ("bucket", "zero", "drop")
-# What the teacher leaves to other words is a difference from 1, and not known more precisely.
+# The least probability that the teacher leaves to all other words. It is a difference of 1 and the
+# listed probabilities, and not known more precisely.
 LEAST_TAIL = 1e-7
 
 
 def distinct(ids: Tensor, target: Tensor | None, ignore_index: int) -> Tensor:
-    """The words as int64, -1 for every entry below 0, for a word that its row has before, and in
-    the rows of ignored tokens."""
+    """Return the words as int64, with -1 in place of those that do not count.
+
+    These are entries below 0, words that occur earlier in their row, and the rows of ignored
+    tokens.
+    """
     if target is not None:
         ids = ids.masked_fill((target == ignore_index).unsqueeze(-1), -1)
     ids = ids.long().clamp(min=-1)
-    # The first of equal words stays before the others.
-    ordered, places = ids.sort(dim=-1, stable=True)
+    # The sort is stable, so that only the later ones of equal words count as repeated.
+    ordered, columns = ids.sort(dim=-1, stable=True)
     first = torch.zeros_like(ordered[..., :1], dtype=torch.bool)
     repeated = torch.cat((first, ordered[..., 1:] == ordered[..., :-1]), -1)
-    return ids.masked_fill(torch.zeros_like(repeated).scatter(-1, places, repeated), -1)
+    return ids.masked_fill(torch.zeros_like(repeated).scatter(-1, columns, repeated), -1)
 
 
 def divergence_of_classes(
     logits: Tensor, rest: Tensor, rest_error: Tensor, log_prob: Tensor, ids: Tensor,
     kind: str, beta: float, tail: str, V: int,
 ) -> Tensor:  # fmt: skip
-    """The divergence of each token, from the student's part, as `linear_top_k_divergence_forward`
-    returns it, and the teacher's log-probabilities of the words `ids`, as `distinct` returns them,
-    of V."""
+    """Compute the divergence of each token.
+
+    logits, rest and rest_error are the student's part, as `linear_top_k_divergence_forward` returns
+    it. log_prob is the teacher's, of the words `ids` from a vocabulary of V, as `distinct` returns
+    them.
+    """
     student = logits
     if tail != "drop":
-        # Relative to their largest, which takes nothing from a divergence.
+        # Logits relative to their largest have the same divergence, and do not swallow the small
+        # rest_error that is added.
         classes = torch.cat([logits, rest.unsqueeze(-1)], -1)
         highest = classes.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(rest.dtype).min)
         error = rest_error.to(rest.dtype).unsqueeze(-1)
@@ -49,8 +57,10 @@ def divergence_of_classes(
 
 
 def teacher_classes(log_prob: Tensor, ids: Tensor, tail: str, V: int) -> Tensor:
-    """The logarithms of the teacher's probabilities of the listed words and, last, of all others of
-    the V words; their softmax is the teacher's distribution."""
+    """Return the teacher's log-probabilities of the listed words and, last, of all other words.
+
+    Their softmax is the teacher's distribution. With the tail "drop" there is no last class.
+    """
     log_p = widened(log_prob).masked_fill(ids < 0, -float("inf"))
     if tail == "drop":
         return log_p
@@ -59,7 +69,7 @@ def teacher_classes(log_prob: Tensor, ids: Tensor, tail: str, V: int) -> Tensor:
     else:
         listed = logsumexp(log_p)[0].clamp(max=-LEAST_TAIL)
         rest = torch.log(-torch.expm1(listed))
-        # There may be no other words.
+        # If all V words are listed, the class of other words has probability 0, not LEAST_TAIL.
         rest = rest.masked_fill((ids >= 0).sum(-1) == V, -float("inf")).unsqueeze(-1)
     return torch.cat([log_p, rest], -1)
 
@@ -68,7 +78,7 @@ def check_teacher(
     op: str, x: Tensor, ids: Tensor, log_prob: Tensor, target: Tensor | None,
     kind: str, beta: float, tail: str,
 ) -> None:  # fmt: skip
-    """Check what `linear_top_k_divergence` does not pass on."""
+    """Raise if an argument is wrong that `linear_top_k_divergence` does not pass to another op."""
     for name, tensor in (("teacher_ids", ids), ("target", target)):
         if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"{op}: {name} must be int64 or int32, got {tensor.dtype}")
@@ -76,8 +86,8 @@ def check_teacher(
         raise TypeError(
             f"{op}: teacher_log_prob must be a floating point tensor, got {log_prob.dtype}"
         )
-    given = {"teacher_ids": ids, "teacher_log_prob": log_prob, "target": target}
-    for name, tensor in given.items():
+    tensors = {"teacher_ids": ids, "teacher_log_prob": log_prob, "target": target}
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
     if ids.dim() < 1 or ids.shape[-1] < 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import library
 from . import distribution_loss
-from .distribution_loss import REDUCTIONS, Form, within
+from .distribution_loss import REDUCTIONS, DistributionLoss, within
 
 
 @library.define(
@@ -23,27 +23,27 @@ def tvd(
     p: Tensor, q: Tensor, shift_labels: Tensor | None = None,
     reduction: str = "batchmean", ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """The total variation distance of probabilities.
+    """Compute the total variation distance of probabilities.
 
         term = |p - q| / 2
 
     The reduction "none" returns the terms, which are 0 for a token whose label is ignore_index,
-    "sum" their sum, "batchmean" the sum divided by the number of tokens that count, and "mean" that
-    divided by V. If no token counts the loss is 0. For logits, and for each token's distance, see
-    `divergence`.
+    "sum" their sum, "batchmean" the sum divided by the number of tokens that count, and "mean" the
+    batchmean divided by V. If no token counts, the loss is 0. For logits, and for each token's
+    distance, see `divergence`.
 
     The loss is computed and returned in float32, whatever the dtypes, also under autocast. Unless
     the reduction is "none", one number for each token is stored beside the result. The number of
-    tokens that count stays on the device. float64 runs the definition on every device.
+    tokens that count is not read by the host. float64 runs the definition on every device.
 
-    Both tensors are differentiable; Liger-Kernel gives p's gradient alone. With n the number that
-    the reduction divides by, rounded once:
+    Both tensors are differentiable; Liger-Kernel gives only p's gradient. With n the number by
+    which the reduction divides, the gradients are, rounded once:
 
         dp = dloss / n * sign(p - q) / 2
         dq = -dp
 
-    Where p and q are equal both are 0, as PyTorch's gradient of |p - q| is; Liger-Kernel's is
-    -1 / 2. The gradients of ignored tokens are exactly 0.
+    Where p and q are equal, both gradients are 0, as PyTorch's gradient of |p - q| is;
+    Liger-Kernel's is -1 / 2. The gradients of ignored tokens are exactly 0.
 
     Args:
         p: (..., V), probabilities, floating point, any strides; unit stride in the last dimension
@@ -57,8 +57,9 @@ def tvd(
         (), or p's shape for the reduction "none"; float32, or float64 if either tensor is.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a device or an option is not as above.
+        TypeError: p or q is not floating point, or shift_labels are not int64 or int32.
+        ValueError: p and q have different shapes, shift_labels do not have the shape of the tokens,
+            the devices differ, or reduction is unknown.
 
     Source: Wen et al., "f-Divergence minimization for sequence-level knowledge distillation", 2023.
 
@@ -72,10 +73,10 @@ def tvd(
 
 @library.backward("tvd", "dloss p q shift_labels ... output_mask -> dp dq")
 def tvd_backward(call: Any) -> Any:
-    """The gradients of `tvd`, whose documentation has the equations."""
+    """Compute the gradients of `tvd`, whose documentation has the equations."""
     return distribution_loss.gradients(call, form(call))
 
 
-def form(call: Any) -> Form:
+def form(call: Any) -> DistributionLoss:
     tokens = math.prod(call.p.shape[:-1])
-    return Form("tvd", call.p, call.q, 0.0, call.reduction, tokens, within(call))
+    return DistributionLoss("tvd", call.p, call.q, 0.0, call.reduction, tokens, within(call))

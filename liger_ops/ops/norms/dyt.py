@@ -11,7 +11,7 @@ from ..precision import widened
 
 @library.define(axes="x=* n, alpha=1, gamma=n, beta=n -> y=* n")
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
-    """Dynamic Tanh, elementwise in place of a norm over the last dimension.
+    """Apply Dynamic Tanh, an elementwise function that replaces a norm over the last dimension.
 
         y = gamma * tanh(alpha * x) + beta
 
@@ -32,7 +32,8 @@ def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> 
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape or a device is not as above.
+        ValueError: alpha does not have one element, gamma or beta is not (N,), or the devices
+            differ.
 
     Source: Zhu et al., "Transformers without Normalization", 2025.
 

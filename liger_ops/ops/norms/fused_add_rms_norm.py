@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 from .rms_norm import CASTING_MODES, scaled
 
 
@@ -21,7 +21,7 @@ from .rms_norm import CASTING_MODES, scaled
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a residual and normalise the sum by its root mean square, over the last dimension.
 
@@ -30,7 +30,7 @@ def fused_add_rms_norm(
 
     s is rounded to the dtype of PyTorch's x + residual, and the rounded s is normalised: on a CPU
     the results are bit for bit those of `rms_norm(x + residual, ...)`. See `rms_norm` for the
-    casting modes, the precision, autocast, and the other arguments.
+    casting modes, the precision and autocast.
 
     The backward adds the gradient of s to the norm's gradient in the same kernel. Only s and weight
     are saved for it, not x and residual.
@@ -48,7 +48,8 @@ def fused_add_rms_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+        ValueError: x and residual have different shapes, weight is not (N,), the devices differ,
+            eps is negative, offset is not 0 without a weight, or casting_mode is unknown.
 
     Example:
         >>> y, s = liger_ops.fused_add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]))
@@ -60,9 +61,12 @@ def fused_add_rms_norm(
 
 
 def _norm_and_sum(
-    s: Tensor, weight: Tensor | None, eps: float, offset: float, *, rows: Rows = WHOLE
+    s: Tensor, weight: Tensor | None, eps: float, offset: float, *, rows: RowStatistics = WHOLE
 ) -> tuple[Tensor, Tensor]:
-    """The results as functions of the sum, whose gradient is that of x and that of residual."""
+    """Compute the results from the sum s, whose gradient is the gradient of x and of residual.
+
+    The casting mode is "gemma", which rounds nothing: the gradient is the equation's in every mode.
+    """
     return scaled(s, weight, eps, offset, "gemma", rows), s
 
 
@@ -79,7 +83,7 @@ def _setup_context(ctx: Any, call: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.options = (call.eps, call.offset)
     ctx.x_dtype, ctx.residual_dtype = call.x.dtype, call.residual.dtype
     ctx.save_for_backward(s, call.weight)
-    # The sum of the last layer has no other user: its gradient is then None, instead of zeros.
+    # Nothing may use the sum, as in a model's last layer. Its gradient is then None and not zeros.
     ctx.set_materialize_grads(False)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTING_MODES = ("llama", "gemma")
@@ -24,9 +24,9 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     norm_before_gate: bool = True, group_size: int | torch.SymInt | None = None,
     activation: str = "silu", casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Root-mean-square normalisation over the last dimension, before or after a gate.
+    """Normalise by the root mean square over the last dimension, before or after a gate.
 
     With a = activation(gate), and norm(s) = s / sqrt(mean(s**2) + eps), where the mean is over the
     last dimension or, with `group_size`, over each group of that many neighbours in it:
@@ -34,8 +34,8 @@ def gated_rms_norm(
         y = norm(x) * weight * a      with norm_before_gate (Qwen3-Next, OLMo Hybrid, Kimi Linear)
         y = norm(x * a) * weight      without it (Mamba 2, Bamba, Zamba2, Nemotron-H)
 
-    The activation, the norm and their products are computed in float32. `casting_mode` says where
-    values are rounded in between; in float32 and float64 both modes are the same:
+    The activation, the norm and their products are computed in float32. `casting_mode` says which
+    intermediate values are rounded; in float32 and float64 both modes are the same:
 
     * "llama": norm(...) is rounded to x.dtype, and its product with weight to the dtype of
       PyTorch's weight * x (the models above, except Kimi Linear).
@@ -54,7 +54,7 @@ def gated_rms_norm(
         gate: of x's shape, floating point; its dtype may differ from x's.
         weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
         eps: added to the mean square.
-        norm_before_gate: whether x is normalised, and not x * a.
+        norm_before_gate: whether x is normalised, or x * a.
         group_size: a divisor of N; None for one group.
         activation: "silu" or "sigmoid".
         casting_mode: "llama" or "gemma".
@@ -64,7 +64,8 @@ def gated_rms_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, eps, group_size, activation or casting_mode is not as above.
+        ValueError: x and gate have different shapes, weight is not (N,), the devices differ, eps is
+            negative, group_size does not divide N, or activation or casting_mode is unknown.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024.
 

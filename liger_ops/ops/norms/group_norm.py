@@ -16,7 +16,7 @@ def group_norm(
     x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Group normalisation: splits C channels into num_groups groups and normalises each group.
+    """Split C channels into num_groups groups, and normalise each group.
 
         y[n, c] = (x[n, c] - mean(n, g)) / sqrt(var(n, g) + eps) * weight[c] + bias[c]
 
@@ -41,7 +41,8 @@ def group_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, num_groups or eps is not as above.
+        ValueError: x has fewer than two dimensions, weight or bias is not (C,), the devices differ,
+            num_groups does not divide C, or eps is negative.
 
     Source: Wu and He, "Group Normalization", 2018.
 

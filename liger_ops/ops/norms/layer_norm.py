@@ -8,15 +8,15 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N, weight=N, bias=N -> y=* N", options={"eps": AT_LEAST_0})
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Layer normalisation over the last dimension.
+    """Apply layer normalisation over the last dimension.
 
         y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
 
@@ -40,7 +40,8 @@ def layer_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device or eps is not as above.
+        ValueError: x has no dimension, weight or bias is not (N,), the devices differ, or eps is
+            negative.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
 
@@ -51,8 +52,10 @@ def layer_norm(
     return affine(x, weight, bias, eps, rows).to(x.dtype).contiguous()
 
 
-def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: Rows) -> Tensor:
-    """The result of `layer_norm` before it is rounded to x.dtype."""
+def affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowStatistics
+) -> Tensor:
+    """Compute the result of `layer_norm`, without rounding it to x.dtype."""
     xhat = standardised(widened(x), eps, rows)
     if weight is not None:
         xhat = xhat * weight.to(xhat.dtype)
@@ -61,8 +64,8 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ro
     return xhat
 
 
-def standardised(x: Tensor, eps: float, rows: Rows = WHOLE) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the last dimension."""
+def standardised(x: Tensor, eps: float, rows: RowStatistics = WHOLE) -> Tensor:
+    """Return (x - mean) / sqrt(var + eps), of each row."""
     centred = x - rows.mean(x)
     return centred * torch.rsqrt(rows.mean(centred * centred) + eps)
 

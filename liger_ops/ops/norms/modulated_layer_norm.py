@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 from .layer_norm import affine
 from .modulation import modulated
 
@@ -22,15 +22,15 @@ CASTING_MODES = ("torch", "float32")
 def modulated_layer_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-6, casting_mode: str = "torch",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Layer normalisation over the last dimension, with an adaptive scale and shift (AdaLN).
+    """Apply layer normalisation over the last dimension, then an adaptive scale and shift (AdaLN).
 
         y = norm(x) * (1 + scale) + shift
         norm(x) = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
 
     with the biased variance, as in the blocks of DiT, Stable Diffusion 3, Flux and Wan. A row of
-    scale and shift is for the whole tensor, for the tokens of a sample, or for a token.
+    scale and shift applies to the whole tensor, to the tokens of a sample, or to one token.
     `casting_mode` says where values are rounded; in float32 and float64, and with a scale and a
     shift of x.dtype, both modes are the same:
 
@@ -54,11 +54,11 @@ def modulated_layer_norm(
         x: (..., N), floating point, any strides.
         scale: (N,), (1, ..., N), the first dimensions of x and N, such as (B, N) for an x of
             (B, T, N), with or without dimensions of size 1 between, or of x's shape. For an x of
-            (M, N) also (B, N), where B divides M: each row is for M / B neighbours. Floating point;
-            its dtype may differ from x's.
+            (M, N) also (B, N), where B divides M: each row applies to M / B neighbouring rows.
+            Floating point; its dtype may differ from x's.
         shift: of scale's shape, floating point; its dtype may differ. None for no shift.
         weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
-        bias: (N,), floating point; its dtype may differ from x's. None for none.
+        bias: (N,), floating point; its dtype may differ from x's. None for no bias.
         eps: added to the variance.
         casting_mode: "torch" or "float32".
 
@@ -67,7 +67,8 @@ def modulated_layer_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, eps or casting_mode is not as above.
+        ValueError: scale has none of the shapes above, shift has another shape than scale, weight
+            or bias is not (N,), the devices differ, eps is negative, or casting_mode is unknown.
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 from .modulation import modulated
 from .rms_norm import scaled
 
@@ -22,19 +22,20 @@ CASTING_MODES = ("llama", "gemma", "none", "float32")
 def modulated_rms_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Root-mean-square normalisation over the last dimension, with an adaptive scale and shift.
+    """Normalise by the root mean square over the last dimension, with an adaptive scale and shift.
 
         y = norm(x) * (1 + scale) + shift
         norm(x) = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
 
-    as in the blocks of diffusion transformers. A row of scale and shift is for the whole tensor,
-    for the tokens of a sample, or for a token. `casting_mode` says where values are rounded; in
-    float32 and float64, and with a scale and a shift of x.dtype, the four modes are the same:
+    as in the blocks of diffusion transformers. A row of scale and shift applies to the whole
+    tensor, to the tokens of a sample, or to one token. `casting_mode` says where values are
+    rounded; in float32 and float64, and with a scale and a shift of x.dtype, the four modes are the
+    same:
 
-    * "llama", "gemma" and "none": norm(x) is that of `rms_norm` in this casting mode, rounded to
-      x.dtype. Then every operation rounds as in PyTorch's code: 1 + scale to the dtype of scale,
+    * "llama", "gemma" and "none": norm(x) is the result of `rms_norm` in this casting mode, rounded
+      to x.dtype. Then every operation rounds as in PyTorch's code: 1 + scale to the dtype of scale,
       the product to the dtype of x * scale, and y to x.dtype.
     * "float32": everything is computed in float32, and y is rounded once (Wan, where
       `(norm(x.float()) * (1 + scale) + shift).type_as(x)` has a float32 scale and shift).
@@ -53,8 +54,8 @@ def modulated_rms_norm(
         x: (..., N), floating point, any strides.
         scale: (N,), (1, ..., N), the first dimensions of x and N, such as (B, N) for an x of
             (B, T, N), with or without dimensions of size 1 between, or of x's shape. For an x of
-            (M, N) also (B, N), where B divides M: each row is for M / B neighbours. Floating point;
-            its dtype may differ from x's.
+            (M, N) also (B, N), where B divides M: each row applies to M / B neighbouring rows.
+            Floating point; its dtype may differ from x's.
         shift: of scale's shape, floating point; its dtype may differ. None for no shift.
         weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
         eps: added to the mean square.
@@ -66,7 +67,9 @@ def modulated_rms_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+        ValueError: scale has none of the shapes above, shift has another shape than scale, weight
+            is not (N,), the devices differ, eps is negative, offset is not 0 without a weight, or
+            casting_mode is unknown.
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023.
 

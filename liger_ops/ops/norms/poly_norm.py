@@ -8,22 +8,22 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N, weight=3, bias=1 -> y=* N", options={"eps": AT_LEAST_0})
 def poly_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6,
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """The PolyNorm activation: normalised powers of x, weighted and added.
+    """Apply the PolyNorm activation: normalised powers of x, weighted and added.
 
         y = weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
         norm(u) = u / sqrt(mean(u**2, -1) + eps)
 
     The powers and y are computed in float32, and y is rounded once, to x.dtype: in half precision
-    x**3 does not overflow, where it does in code that rounds it. x**6 overflows in float32 from
-    2.6e6 on; norm(x**3) is then 0, as in model code.
+    x**3 does not overflow, as it does in code that rounds it. x**6 overflows in float32 for x of
+    2.6e6 or more; norm(x**3) is then 0, as in model code.
 
     The gradients of weight and bias are summed in float32, in an order that does not change between
     runs. The backward recomputes the three norms from x: only the inputs are saved.
@@ -33,7 +33,8 @@ def poly_norm(
 
     Args:
         x: (..., N), floating point, any strides.
-        weight: (3,), floating point: of x**3, x**2 and x. Its dtype may differ from x's.
+        weight: (3,), floating point: the weights of x**3, x**2 and x. Its dtype may differ from
+            x's.
         bias: a tensor of one element, floating point; its dtype may differ from x's. None for no
             shift.
         eps: added to each mean square.
@@ -43,7 +44,8 @@ def poly_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device or eps is not as above.
+        ValueError: x has no dimension, weight is not (3,), bias does not have one element, the
+            devices differ, or eps is negative.
 
     Source: Zhuo et al., "Polynomial Composition Activations: Unleashing the Dynamics of Large
     Language Models", 2024.

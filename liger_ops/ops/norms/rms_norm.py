@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -21,9 +21,9 @@ CASTING_MODES = ("llama", "gemma", "none")
 def rms_norm(
     x: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    *, rows: Rows = WHOLE,
+    *, rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """Root-mean-square normalisation over the last dimension.
+    """Normalise by the root mean square over the last dimension.
 
         y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
 
@@ -58,7 +58,8 @@ def rms_norm(
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+        ValueError: x has no dimension, weight is not (N,), the devices differ, eps is negative,
+            offset is not 0 without a weight, or casting_mode is unknown.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
@@ -71,9 +72,9 @@ def rms_norm(
 
 def scaled(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str,
-    rows: Rows = WHOLE,
+    rows: RowStatistics = WHOLE,
 ) -> Tensor:  # fmt: skip
-    """The result of `rms_norm` before it is rounded to x.dtype."""
+    """Compute the result of `rms_norm`, without rounding it to x.dtype."""
     if casting_mode == "none":
         y = x * torch.rsqrt(rows.mean(x * x) + eps)
         return y if weight is None else y * (widened(weight) + offset).to(x.dtype)
@@ -87,8 +88,8 @@ def scaled(
 
 
 @library.backward("rms_norm", "dy x weight eps offset output_mask -> dx dweight")
-def rms_norm_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
-    """The gradient of `rms_norm`, in every casting mode, in float32, rounded once.
+def rms_norm_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
+    """Compute the gradient of `rms_norm`, of every casting mode, in float32, rounded once.
 
     With g = dy * (weight + offset):
 
@@ -102,6 +103,7 @@ def rms_norm_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
     wants_x, wants_weight = call.output_mask
     if wants_x:
         g = dy if weight is None else dy * (weight.to(dy.dtype) + call.offset)
+        # One half for each factor of x * x, added in turn: the roundings of autograd.
         half = x * (-0.5 * rows.mean(g * x) * rstd.pow(3))
         dx = (g * rstd + half + half).to(call.x.dtype).contiguous()
     if wants_weight and weight is not None:

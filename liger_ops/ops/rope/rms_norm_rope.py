@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of the heads of queries and keys, and rotary embedding."""
+"""Root-mean-square normalisation of the heads of queries and keys, then rotary embedding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rms_norm_rope(
     interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,
     deinterleave: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RMSNorm over the dimension of a head of queries and keys, then rotary position embedding.
+    """Normalise each head of queries and keys by RMSNorm, then apply rotary position embedding.
 
         xhat = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
         y    = xhat * cos + turned(xhat) * sin
@@ -36,9 +36,9 @@ def rms_norm_rope(
 
         rope(rms_norm(q, q_weight, ...), rms_norm(k, k_weight, ...), cos, sin, ...)
 
-    in one pass over q and k: these read and write q and k twice. The norm is over all D elements of
-    a head, and the rotation of the first R of them. The attention of Qwen3 and Gemma 3 computes it
-    between the projections and the scores.
+    in one pass over q and k, where the two ops read and write q and k twice. The norm is over all D
+    elements of a head, and the rotation is of the first R of them. The attention of Qwen3 and Gemma
+    3 does this between the projections and the scores.
 
     xhat is rounded as `rms_norm` rounds in the same `casting_mode`, and to the dtype of q and k;
     the rotation is computed in float32 and rounded once. The gradients are the equation's, computed
@@ -51,8 +51,8 @@ def rms_norm_rope(
     k may be views of one packed projection, (B, S, heads, D) transposed to (B, heads, S, D). The
     results and the gradients of q and k have the order of dimensions in memory that q and k have.
 
-    Heads that are too wide for a program, on a GPU more than 2048 elements or 1024 in float32, are
-    computed by the kernels of `rms_norm` and `rope`, one after the other.
+    Heads that are too wide for one program are computed by the kernels of `rms_norm` and `rope`,
+    one after the other: on a GPU those of more than 2048 elements, or 1024 in float32.
 
     Under autocast on a device, inputs are cast to float32, as in `rms_norm`. float64 and complex128
     run the definition on every device.
@@ -60,7 +60,7 @@ def rms_norm_rope(
     Args:
         q: (B, H, S, D), floating point, any strides.
         k: (B, H', S, D), of q's dtype, with any number of heads.
-        cos, sin: as in `rope`, in each of its forms.
+        cos, sin: as in `rope`; each kind of tables is accepted.
         q_weight, k_weight: (D,), floating point; the dtypes may differ from q's. None for no
             scaling.
         eps: added to the mean square.

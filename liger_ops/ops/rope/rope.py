@@ -16,12 +16,16 @@ AXES = "q=b h s D, k=b h' s D: q, cos=?: any, sin=?: any -> q=b h s D, k=b h' s 
 
 
 def axes_of_call(call: Any, axes: str) -> str:
-    """The line of a call of `rope`, its backward, or `rms_norm_rope`."""
+    """Return the axes line of a call of `rope` or `rms_norm_rope`, or of their backwards.
+
+    It puts the axes of the call's tables in the place of each "?". The tensors of the call are
+    DTensor specs, whose dtype is in `tensor_meta`.
+    """
     q, k = (call.q, call.k) if hasattr(call, "q") else (call.dq, call.dk)
     if k.shape[1] == 1 != q.shape[1]:
-        # A single head of k would be replicated, and is no part of a sum.
+        # With q's heads sharded, a single head of k would be replicated, and the rule would take
+        # its result for a part of a sum over the devices. An "H" is not sharded.
         axes = axes.replace("b h", "b H")
-    # A spec of DTensor's stands for a tensor.
     matrix = "" if call.sin is not None or call.cos.tensor_meta.dtype.is_complex else " M M"
     leading = len(call.cos.shape) - len(matrix.split()) - bool(call.sections) - 2
     return axes.replace("?", f"{'T ' if call.sections else ''}{'b ' * leading}s R{matrix}")
@@ -33,12 +37,12 @@ def rope(
     interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,
     deinterleave: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotary position embedding of queries and keys.
+    """Apply rotary position embedding to queries and keys.
 
         y = x * cos + turned(x) * sin
 
-    x is the first R of the D elements of a head; the others are copied. turned(x) replaces each
-    pair (a, b) of elements by (-b, a). Elements are paired in one of two ways:
+    x is the first R of the D elements of a head; the other elements are copied. turned(x) replaces
+    each pair (a, b) of elements by (-b, a). Elements are paired in one of two ways:
 
     * halves: a is in the first half of the R elements and b in the second (Llama, Mistral, Qwen,
       Gemma, Phi: transformers' `apply_rotary_pos_emb` with `rotate_half`);
@@ -47,17 +51,17 @@ def rope(
     With `deinterleave` the pairs of q and k are interleaved, and those of the results are in halves
     (DeepSeek: transformers' `apply_rotary_pos_emb_interleave`).
 
-    cos and sin hold a number per element (usually the same for both elements of a pair, but they
-    may differ), in the order of the results' elements, or, with `per_pair`, per pair (GPT-OSS; the
-    first half of GLM4's tables).
+    cos and sin hold a number per element, in the order of the results' elements; the numbers of the
+    two elements of a pair are usually equal, but may differ. With `per_pair`, cos and sin hold a
+    number per pair (GPT-OSS; the first half of GLM4's tables).
 
     A complex cos holds cos + i sin for each pair, and sin is None: the `freqs_cis` of Llama 4,
     whose `apply_rotary_emb` multiplies the pairs (a + ib) by it. Pairs are then interleaved and the
     table is per pair, whatever `interleaved` and `per_pair` are.
 
     A real cos without sin holds a 2 x 2 matrix for each pair, by which (a, b) is multiplied: the
-    `freqs_cis` of Flux, [[cos, -sin], [sin, cos]]. All four numbers are read. Pairs are interleaved
-    then, too.
+    `freqs_cis` of Flux, [[cos, -sin], [sin, cos]]. All four numbers are read. Here too, pairs are
+    interleaved.
 
     With `sections` there are three tables: for the temporal, the height and the width position. The
     first sections[0] of the R/2 pairs take their numbers from the first table, the next sections[1]
@@ -70,10 +74,11 @@ def rope(
     (B, heads, S, D), are read without a copy, and the results have the layout of q and k, which
     attention reads without a copy.
 
-    The gradients of q and k are the inverse rotation, with -sin for sin; only cos and sin are saved
-    for them. The gradients of cos and sin, for learned frequencies, are computed by plain PyTorch
-    and need q and k to be saved. By PyTorch's convention, the gradient of a complex cos is the
-    gradient of cos + i times the gradient of sin. Each number of a matrix has its own gradient.
+    The gradients of q and k are computed by the inverse rotation, with -sin for sin; only cos and
+    sin are saved for them. The gradients of cos and sin, for learned frequencies, are computed by
+    plain PyTorch and need q and k to be saved. By PyTorch's convention, the gradient of a complex
+    cos is the gradient of cos + i times the gradient of sin. Each number of a matrix has its own
+    gradient.
 
     Autocast changes nothing: q and k keep their dtype. float64 and complex128 run the definition on
     every device.
@@ -94,11 +99,13 @@ def rope(
         q and k rotated, with their shapes, dtype and layout.
 
     Raises:
-        TypeError: a tensor is not floating point (cos may be complex), or k does not have q's
-            dtype.
-        ValueError: a shape, a device or sections is not as above; sin is given with a complex cos,
-            or is None with a real cos that holds no matrices; deinterleave is given without
-            interleaved pairs.
+        TypeError: a tensor is not floating point (cos may also be complex64 or complex128), or k
+            does not have q's dtype.
+        ValueError: q or k does not have four dimensions, or they differ in one other than the
+            heads; cos or sin has none of the shapes above; R is odd or above D; sections are not
+            three counts that add up to R/2, or are given with matrices; sin is given with a complex
+            cos, or is None with a real cos that holds no matrices; deinterleave is True without
+            interleaved pairs; or the devices differ.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; the
     sections: Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at
@@ -119,7 +126,7 @@ def rope(
 
 @library.backward("rope", "dq dk cos sin ... output_mask -> dq dk")
 def rope_backward(call: Any) -> Any:
-    """The gradient of `rope`.
+    """Compute the gradient of `rope`.
 
     dx = dy * cos - turned(dy * sin)
     """
@@ -129,24 +136,29 @@ def rope_backward(call: Any) -> Any:
     return tuple(rotated(dy, *tables) if wanted else None for dy, wanted in pairs)
 
 
-class Pairs(NamedTuple):
-    """Whether the pairs are interleaved, instead of halves, in each tensor. The tables matter if
-    they have a number per element."""
+class PairLayout(NamedTuple):
+    """The layout of pairs in each tensor of a rotation: True for interleaved, False for halves.
+
+    x is the tensor that is read, and y the tensor that is written. `tables` is for a cos and sin
+    with a number per element.
+    """
 
     x: bool
     y: bool
     tables: bool
 
 
-def pairs_of(sin: Tensor | None, interleaved: bool, deinterleave: bool, backward: bool) -> Pairs:
-    """The pairs of what a rotation reads and writes; in the backward x is dy, and y is dx."""
-    given = interleaved or sin is None
-    result = given and not deinterleave
-    return Pairs(result, given, result) if backward else Pairs(given, result, result)
+def pairs_of(
+    sin: Tensor | None, interleaved: bool, deinterleave: bool, backward: bool
+) -> PairLayout:
+    """Return the layout of pairs of a rotation; in the backward x is dy, and y is dx."""
+    source = interleaved or sin is None
+    result = source and not deinterleave
+    return PairLayout(result, source, result) if backward else PairLayout(source, result, result)
 
 
 def rotated_columns(cos: Tensor, sin: Tensor | None, per_pair: bool) -> int:
-    """R for tables of cos and sin, of cos + i sin, or of matrices."""
+    """Return R, for tables of cos and sin, of cos + i sin, or of matrices."""
     if holds_matrices(cos, sin):
         return 2 * cos.shape[-3]
     return cos.shape[-1] * (2 if per_pair or sin is None else 1)
@@ -170,24 +182,25 @@ def _rotated(
     interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
     backward: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The rotation, in any layout."""
+    """Rotate x. The result has any memory layout."""
     wide = widened(x)
     R = rotated_columns(cos, sin, per_pair)
     pairs = pairs_of(sin, interleaved, deinterleave, backward)
     cos_a, cos_b, sin_a, sin_b = (
-        _of_all_heads(table, sections).to(wide.dtype)
-        for table in _of_pairs(cos, sin, per_pair, pairs.tables)
+        _for_all_heads(table, sections).to(wide.dtype)
+        for table in _numbers_per_pair(cos, sin, per_pair, pairs.tables)
     )
     if backward:
+        # The matrix of a pair, [[cos_a, -sin_a], [sin_b, cos_b]], transposed.
         sin_a, sin_b = -sin_b, -sin_a
     a, b = _split(wide[..., :R], pairs.x)
     y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, pairs.y)
-    # cat would copy y, which is in new memory.
+    # Without further elements there is nothing to concatenate: y is in new memory already.
     return (y if x.shape[-1] == R else torch.cat((y, wide[..., R:]), -1)).to(x.dtype)
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first elements of the pairs, and the second ones."""
+    """Return the first elements of the pairs, and the second elements."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     a, b = x.chunk(2, -1)
@@ -198,11 +211,12 @@ def _joined(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
 
 
-def _of_pairs(
+def _numbers_per_pair(
     cos: Tensor, sin: Tensor | None, per_pair: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tables' numbers per pair: cos of the first and of the second elements, and sin."""
+    """Return the tables' numbers per pair: cos of the first and second elements, then their sin."""
     if holds_matrices(cos, sin):
+        # A matrix is [[cos_a, -sin_a], [sin_b, cos_b]].
         return cos[..., 0, 0], cos[..., 1, 1], -cos[..., 0, 1], cos[..., 1, 0]
     if sin is None:
         cos, sin, per_pair = cos.real, cos.imag, True
@@ -211,7 +225,8 @@ def _of_pairs(
     return *_split(cos, interleaved), *_split(sin, interleaved)
 
 
-def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
+def _for_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
+    """Combine the tables of the sections, and add a dimension for the heads."""
     if sections is not None:
         parts = enumerate(table.split(sections, -1))
         table = torch.cat([part[i] for i, part in parts], -1)

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ... import library
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N -> y=* N")
-def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
-    """The logarithm of softmax over the last dimension.
+def log_softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
+    """Compute the logarithm of softmax over the last dimension.
 
         y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
 
     y is computed in float32 and rounded once, to x.dtype. As in PyTorch, an element of -inf gives
-    -inf; a row that is all -inf, or that has inf or NaN in it, gives NaN.
+    -inf; a row that is all -inf, or that contains inf or NaN, gives NaN.
 
     The gradient is computed from y, in float32, and rounded once; only y is saved.
 
@@ -44,8 +44,8 @@ def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
 
 
 @library.backward("log_softmax", "dy y -> dx")
-def log_softmax_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
-    """The gradient of `log_softmax`, from its result.
+def log_softmax_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
+    """Compute the gradient of `log_softmax` from its result.
 
     dx = dy - exp(y) * sum(dy, -1)
     """

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ... import library
 from ..precision import widened
-from ..rows import WHOLE, Rows
+from ..rows import WHOLE, RowStatistics
 
 
 @library.define(axes="x=* N -> y=* N")
-def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
-    """Softmax over the last dimension.
+def softmax(x: Tensor, *, rows: RowStatistics = WHOLE) -> Tensor:
+    """Apply softmax over the last dimension.
 
         y = exp(x - max(x, -1)) / sum(exp(x - max(x, -1)), -1)
 
     y is computed in float32 and rounded once, to x.dtype. As in PyTorch, an element of -inf gives
-    0; a row that is all -inf, or that has inf or NaN in it, gives NaN.
+    0; a row that is all -inf, or that contains inf or NaN, gives NaN.
 
     The gradient is computed from y, in float32, and rounded once; only y is saved.
 
@@ -44,8 +44,8 @@ def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
 
 
 @library.backward("softmax", "dy y -> dx")
-def softmax_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
-    """The gradient of `softmax`, from its result.
+def softmax_backward(call: Any, *, rows: RowStatistics = WHOLE) -> Any:
+    """Compute the gradient of `softmax` from its result.
 
     dx = y * (dy - sum(dy * y, -1))
     """

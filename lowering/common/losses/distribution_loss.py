@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .... import library
 from ....ops.losses import jsd, kl_div, tvd
-from ....ops.losses.distribution_loss import Form
+from ....ops.losses.distribution_loss import DistributionLoss
 from ..tensors import flat
 
-FORMS: dict[str, Callable[[Any], Form]] = {
+FORMS: dict[str, Callable[[Any], DistributionLoss]] = {
     "kl_div": kl_div.form, "jsd": jsd.form, "tvd": tvd.form,
 }  # fmt: skip
 
@@ -26,7 +26,7 @@ def register(
         launch(form, within, loss, plan)
         launch_backward(form, within, grad, dx, dy, plan)
 
-    form: the op's inputs and options (`ops.losses.distribution_loss.Form`). within: (M,), 1.0 for
+    form: the op's inputs and options (`ops.losses.distribution_loss.DistributionLoss`). within: (M,), 1.0 for
     rows that count, else 0.0; or None. loss: (M, V) for the reduction "none", else (M,) for the sum
     of each row. grad: (M, V) of any strides for the reduction "none", else () with the reduction's
     factor included.
@@ -55,6 +55,6 @@ def register(
             launch_backward(form, _within(form), grad, dx, dy, plan)
 
 
-def _within(form: Form) -> Tensor | None:
+def _within(form: DistributionLoss) -> Tensor | None:
     """Return whether each row counts, as float32 of (M,); None if all rows do."""
     return None if form.within is None else flat(form.within).float()

@@ -1,5 +1,5 @@
 """Arithmetic of kl_div, jsd and tvd that the kernels of both devices share. The values of KIND are
-those of `ops.losses.distribution_loss.Form.kind`."""
+those of `ops.losses.distribution_loss.DistributionLoss.kind`."""
 
 import triton
 import triton.language as tl

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....ops.losses.distribution_loss import Form
+from ....ops.losses.distribution_loss import DistributionLoss
 from ...common.losses.distribution_loss import register
 from ...common.losses.distribution_math import loaded, slopes, terms
 from ...common.sizes import cdiv, next_power_of_2
@@ -95,13 +95,15 @@ def _tile(V: int, threads: int) -> Tile:
     return Tile(BLOCK_N, threads, 2048 // BLOCK_N)
 
 
-def _by_polynomial(form: Form) -> bool:
+def _by_polynomial(form: DistributionLoss) -> bool:
     """Return whether `log_of_normal` may take the logarithms: not with an eps of kl_div that is 0
     or subnormal."""
     return form.kind != "kl_div" or form.scalar >= torch.finfo(torch.float32).tiny
 
 
-def launch_loss(form: Form, within: Tensor | None, loss: Tensor, plan: Plan | None) -> None:
+def launch_loss(
+    form: DistributionLoss, within: Tensor | None, loss: Tensor, plan: Plan | None
+) -> None:
     x, y = rows(form.x), rows(form.y)
     M, V = x.shape
     plan = plan or plan_forward(V)
@@ -115,7 +117,7 @@ def launch_loss(form: Form, within: Tensor | None, loss: Tensor, plan: Plan | No
 
 
 def launch_backward(
-    form: Form, within: Tensor | None, grad: Tensor,
+    form: DistributionLoss, within: Tensor | None, grad: Tensor,
     dx: Tensor | None, dy: Tensor | None, plan: Plan | None,
 ) -> None:  # fmt: skip
     x, y = rows(form.x), rows(form.y)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....ops.rope.rope import Pairs, holds_matrices
+from ....ops.rope.rope import PairLayout, holds_matrices
 
 
 @triton.jit
@@ -162,7 +162,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(
-    cos: Tensor, sin: Tensor | None, B: int, pairs: Pairs, per_pair: bool,
+    cos: Tensor, sin: Tensor | None, B: int, pairs: PairLayout, per_pair: bool,
     sections: list[int] | None,
 ) -> Tables:  # fmt: skip
     """Return the tables of a call with B samples as a kernel takes them: views of cos and sin.

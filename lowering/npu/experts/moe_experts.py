@@ -122,7 +122,7 @@ def _moe_slopes_kernel(
             tl.store(dweights_ptr + row + rows, total, mask=exists)
 
 
-class _Rows(rows.Rows):
+class _Rows(rows.ExpertRows):
     """The rows of a call's experts, with the products and kernels of an NPU."""
 
     def product_of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

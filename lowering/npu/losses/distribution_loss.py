@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....ops.losses.distribution_loss import Form
+from ....ops.losses.distribution_loss import DistributionLoss
 from ...common.losses.distribution_loss import register
 from ...common.losses.distribution_math import loaded, slopes, terms
 from ...common.sizes import cdiv
@@ -110,7 +110,9 @@ def _distribution_loss_backward_kernel(
             store(dy_ptr, row, col, M, V, V, dy, BLOCK_M, BLOCK_N)
 
 
-def launch_loss(form: Form, within: Tensor | None, loss: Tensor, plan: Plan | None) -> None:
+def launch_loss(
+    form: DistributionLoss, within: Tensor | None, loss: Tensor, plan: Plan | None
+) -> None:
     x, y = tiling.rows(form.x), tiling.rows(form.y)
     M, V = x.shape
     plan = plan or tiling.plan(f"distribution_loss_{form.kind}", V, x, y)
@@ -126,7 +128,7 @@ def launch_loss(form: Form, within: Tensor | None, loss: Tensor, plan: Plan | No
 
 
 def launch_backward(
-    form: Form, within: Tensor | None, grad: Tensor,
+    form: DistributionLoss, within: Tensor | None, grad: Tensor,
     dx: Tensor | None, dy: Tensor | None, plan: Plan | None,
 ) -> None:  # fmt: skip
     x, y = tiling.rows(form.x), tiling.rows(form.y)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....ops.rope.rope import Pairs, holds_matrices
+from ....ops.rope.rope import PairLayout, holds_matrices
 from ...common.tensors import unit_stride
 from ..tile import load, remaining
 
@@ -171,7 +171,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(
-    cos: Tensor, sin: Tensor | None, pairs: Pairs, per_pair: bool, sections: list[int] | None
+    cos: Tensor, sin: Tensor | None, pairs: PairLayout, per_pair: bool, sections: list[int] | None
 ) -> Tables:
     # What is read as a number for each element of interleaved pairs.
     interleaved = sin is None or (pairs.tables and not per_pair)

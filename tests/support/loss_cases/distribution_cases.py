@@ -12,7 +12,7 @@ from torch import Tensor
 from cross_entropy_cases import TARGETS, targets
 from launch_forms import FP32, Fields, loss_forms
 from liger_ops.lowering.common.losses.distribution_loss import FORMS
-from liger_ops.ops.losses.distribution_loss import Form
+from liger_ops.ops.losses.distribution_loss import DistributionLoss
 from op_under_test import INF, SAME, X_LAYOUTS, Magnitude, OpUnderTest, Tensors, drawn_for, laid_out
 
 
@@ -75,7 +75,7 @@ def size(case: Any, tensors: Tensors) -> float:
     return 1 if case.op == "tvd" else 2 * largest * (1 + largest)
 
 
-def form(case: Any, tensors: Tensors) -> Form:
+def form(case: Any, tensors: Tensors) -> DistributionLoss:
     return FORMS[case.op](type("Call", (), {**vars(case), **tensors}))
 
 
