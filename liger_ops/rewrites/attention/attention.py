@@ -16,8 +16,8 @@ from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import check_results, foreign, reported
 from .attention_products import Operand
-from .mask.algebra import known
-from .mask.scopes import Scope, parts, scopes
+from .mask.algebra import always_true
+from .mask.scopes import Scope, all_graphs, scopes
 from .masks import Mask, States
 from .numbers import scale_of_call
 
@@ -38,7 +38,7 @@ def replace_places(
     A block's mask is computed outside of the block, so the outer graph is rewritten first. For
     `data` see `IndexFunctions`.
     """
-    states = {part: GraphState(part) for part in parts(graph)}
+    states = {subgraph: GraphState(subgraph) for subgraph in all_graphs(graph)}
     for scope in scopes(graph, data=data):
         state = states[scope.graph]
         for node, found in places(scope, state):
@@ -99,7 +99,7 @@ def _misfit(arguments: dict[str, Any]) -> str | None:
         return "its mask is not a tensor of the graph"
     mask_shape = value(mask).shape
     if len(mask_shape) > len(shape) or not all(
-        known(size == 1) or known(size == shape[axis])
+        always_true(size == 1) or always_true(size == shape[axis])
         for axis, size in enumerate(mask_shape, start=-len(mask_shape))
     ):
         return f"its mask of {tuple(mask_shape)} may not fit its scores of {shape}"

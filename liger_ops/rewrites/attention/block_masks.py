@@ -12,7 +12,7 @@ from torch import fx
 from ..engine.canonical import value
 from ..engine.emitter import Emitter
 from ..engine.rewrite import Refused
-from .mask.algebra import Condition, Size, axes_of, either, known
+from .mask.algebra import Condition, Size, always_true, axes_of, disjunction
 from .mask.blocks import AXES, BATCH, HEADS, Visible, block_lists, unseen_queries
 from .mask.predicate import inlined, predicate, read_tensors
 from .mask.scopes import Scope
@@ -90,7 +90,7 @@ def emitted(
     if shows_unseen:
         used = {axis: sizes[axis] if axis in axes_of(condition) else 1 for axis in AXES}
         unseen = unseen_queries(emit, _inlined(emit, condition, scope), used, device)
-        condition = either(condition, is_unseen(unseen))
+        condition = disjunction(condition, is_unseen(unseen))
     shared = {axis: 1 for axis in (BATCH, HEADS) if axis not in axes_of(condition)}
     lists = block_lists(emit, _inlined(emit, condition, scope), {**sizes, **shared}, device)
     return BlockMaskNodes(lists, predicate(condition), _data(condition, scope), unseen)
@@ -108,10 +108,10 @@ def _data(condition: Condition, scope: Scope) -> tuple[fx.Node, ...]:
 def _symbolic(emit: Emitter, mask: fx.Node, axis: int, size: Any) -> Any:
     """A node for a symbolic size of the scores, in the graph that computes the mask."""
     shape = value(mask).shape
-    if -axis <= len(shape) and known(shape[axis] == size):
+    if -axis <= len(shape) and always_true(shape[axis] == size):
         return emit.size(mask, axis)
     for node in mask.graph.nodes:
-        if isinstance(value(node), torch.SymInt) and known(value(node) == size):
+        if isinstance(value(node), torch.SymInt) and always_true(value(node) == size):
             return node
         if node is mask:
             break

@@ -45,5 +45,5 @@ def _replaced(found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: State
         raise Refused(difference)
     causal = difference is None
     set_arguments(node, {**arguments, "attn_mask": None, "is_causal": causal}, state)
-    erase_unused(mask, set(scope.functions.read(mask)))
+    erase_unused(mask, set(scope.functions.nodes_read(mask)))
     return node

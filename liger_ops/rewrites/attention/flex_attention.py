@@ -15,7 +15,7 @@ from ..engine.emitter import Emitter
 from ..engine.replay import fake_mode_of
 from .block_masks import BlockMaskNodes
 from .mask.blocks import BLOCK, Call
-from .mask.unseen import read_at, rounded
+from .mask.unseen import read_at, rounded_to_zero
 
 
 def attend(
@@ -77,7 +77,7 @@ def score_of(score: Any, softcap: float | None, is_unseen: Any) -> Any:
     """The score, or softcap * tanh(score); rounded to 0 where `is_unseen`, if given, is true."""
     if softcap is not None:
         score = capped(score, softcap)
-    return score if is_unseen is None else rounded(score, is_unseen)
+    return score if is_unseen is None else rounded_to_zero(score, is_unseen)
 
 
 def with_sinks(call: Call, y: Any, lse: Any, sinks: Any, dtype: torch.dtype) -> Any:

@@ -220,7 +220,7 @@ def _erase_read(given: Operands, masks: Iterable[Mask], scope: Scope) -> None:
         if (repeat := repeated(one, HEADS)) is not None:
             erase_unused(one, repeat.nodes)
     for mask in masks:
-        erase_unused(mask.source, set(scope.functions.read(mask.source)))
+        erase_unused(mask.source, set(scope.functions.nodes_read(mask.source)))
 
 
 def unsupported(node: fx.Node, given: Operands) -> str | None:

@@ -12,7 +12,7 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.rewrite import Refused
 from .attention_products import Operand
-from .mask.algebra import Condition, Unknown, axes_of, both, known, negation, truth
+from .mask.algebra import Condition, Unknown, always_true, axes_of, conjunction, negation, truth
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import Scope
@@ -48,15 +48,15 @@ def visible_past(
     Raises:
         Refused: it is not known, or a tensor that was read is written in place.
     """
-    if not known(shape[-1] >= 1):
+    if not always_true(shape[-1] >= 1):
         raise Refused("it may have no keys")
     condition: Condition = True
     for mask in masks:
         try:
-            condition = both(condition, _condition_of(mask, scope.functions, shape))
+            condition = conjunction(condition, _condition_of(mask, scope.functions, shape))
         except Unknown as unknown:
             raise Refused(f"its mask cannot be analysed: {unknown}") from None
-        if is_written(scope.functions.read(mask.source), states):
+        if is_written(scope.functions.nodes_read(mask.source), states):
             raise Refused("its mask, or a tensor that it is computed from, is written in place")
     return condition
 
@@ -73,7 +73,7 @@ def _condition_of(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -
     # A view for scores of three dimensions keeps the queries and keys.
     same_axes = min(len(sizes), 2) if mask.tensor.views else len(sizes)
     for axis in range(-same_axes, 0):
-        if not (known(sizes[axis] == 1) or known(sizes[axis] == shape[axis])):
+        if not (always_true(sizes[axis] == 1) or always_true(sizes[axis] == shape[axis])):
             raise Unknown("its mask may not fit its scores")
     if min(axes_of(functions.value(mask.source)), default=0) < -same_axes:
         raise Unknown("its mask differs between the rows of a batch")

@@ -17,21 +17,21 @@ _PLACES = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like
 def constant(argument: Any) -> float | None:
     """A number that is known at compile time, also one that the code stores in a tensor of
     floating-point numbers, which may round it."""
-    known = value(argument)
-    if isinstance(argument, fx.Node) and isinstance(known, Tensor):
+    example = value(argument)
+    if isinstance(argument, fx.Node) and isinstance(example, Tensor):
         place = _PLACES.get(operation(argument) or "")
         given = arguments(argument)
-        if place is None or place >= len(given) or known.dim() or not known.is_floating_point():
+        if place is None or place >= len(given) or example.dim() or not example.is_floating_point():
             return None
         stored = constant(given[place])
-        return None if stored is None else rounded(stored, known.dtype)
-    if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat)):
+        return None if stored is None else rounded(stored, example.dtype)
+    if isinstance(example, bool) or not isinstance(example, (int, float, torch.SymFloat)):
         return None
-    if isinstance(known, torch.SymFloat) and known.node.hint is None:
+    if isinstance(example, torch.SymFloat) and example.node.hint is None:
         # It is the item of a tensor.
         return None
     # Dynamo keeps floats symbolic with dynamic=True; this adds the guard that it has this value.
-    return float(known)
+    return float(example)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:

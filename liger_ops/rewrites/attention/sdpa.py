@@ -30,7 +30,7 @@ from ..engine.report import Report
 from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
 from .attention import replace_places
 from .attention_products import Operand
-from .mask.algebra import known
+from .mask.algebra import always_true
 from .mask.bounds import ORDINARY, MaskBounds, inside
 from .mask.proof import sees_a_key
 from .mask.scopes import Scope
@@ -55,7 +55,7 @@ def _lowered(found: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
         raise Refused("its scores are capped, which scaled_dot_product_attention cannot do")
     root = found.root
     query, key, values = operands(found, state)
-    if not known(value(key).shape[-2] >= 1):
+    if not always_true(value(key).shape[-2] >= 1):
         raise Refused("it may have no keys")
     mask = _mask(found, (query, key), scope, states)
     options = {"attn_mask": mask, "scale": found.scale}
@@ -174,7 +174,7 @@ def _is_bias(mask: Mask, scope: Scope, states: States) -> bool:
     """Whether a mask adds ordinary numbers, which hide no key."""
     if mask.visible is not None:
         return False
-    bounds = MaskBounds(scope.given)
+    bounds = MaskBounds(scope.operands)
     return inside(bounds.of(mask.source), ORDINARY) and not is_written(bounds.read, states)
 
 

@@ -161,11 +161,11 @@ def _check(found: UnfusedAttention, state: GraphState) -> None:
 
 def _rounds(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a node rounds its inputs to a dtype that lacks values of `dtype`."""
-    known = value(node)
-    if not isinstance(known, Tensor) or represents(known.dtype, dtype):
+    example = value(node)
+    if not isinstance(example, Tensor) or represents(example.dtype, dtype):
         return False
     inputs = [value(one) for one in node.all_input_nodes]
-    return not all(represents(known.dtype, x.dtype) for x in inputs if isinstance(x, Tensor))
+    return not all(represents(example.dtype, x.dtype) for x in inputs if isinstance(x, Tensor))
 
 
 def _check_users(nodes: Iterable[fx.Node], found: UnfusedAttention) -> None:

@@ -22,7 +22,7 @@ from ...engine.emitter import Emitter
 from ...engine.graph_state import GraphState, erase_unused
 from ..mask.algebra import Unknown
 from ..mask.predicate import inlined
-from .mask_outputs import Known, Recipe, known, may_be_mask
+from .mask_outputs import MaskOrigin, Recipe, may_be_mask, origin_of
 from .padding import masks_of_attention
 from .variants import Look, Seen, inputs_of, is_symbolic
 
@@ -43,7 +43,7 @@ def given_masks(module: fx.GraphModule) -> list[int]:
         try:
             scope.functions.value(mask.source)
         except Unknown:
-            read.update(scope.functions.read(mask.source))
+            read.update(scope.functions.nodes_read(mask.source))
     state = GraphState(module.graph)
     return [
         place
@@ -53,7 +53,7 @@ def given_masks(module: fx.GraphModule) -> list[int]:
 
 
 def _seen(inputs: Sequence[Any], places: Sequence[int]) -> Seen:
-    masks = [known(inputs[place]) for place in places]
+    masks = [origin_of(inputs[place]) for place in places]
     recipes = tuple(mask and mask.recipe for mask in masks)
     data = [one for mask in masks if mask is not None for one in mask.data]
     return Seen(recipes, functools.partial(put, places=places, masks=masks), data)
@@ -62,7 +62,7 @@ def _seen(inputs: Sequence[Any], places: Sequence[int]) -> Seen:
 MASKS = Look("given_masks", given_masks, _seen)
 
 
-def put(module: fx.GraphModule, places: Sequence[int], masks: Sequence[Known | None]) -> None:
+def put(module: fx.GraphModule, places: Sequence[int], masks: Sequence[MaskOrigin | None]) -> None:
     """Compute masks in the graph from their data, which become its last inputs."""
     inputs = inputs_of(module)
     last, count = inputs[-1], 0

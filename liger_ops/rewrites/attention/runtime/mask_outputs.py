@@ -49,7 +49,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Known:
+class MaskOrigin:
     """What a mask was computed from. Nothing else refers to the tensors in `data`."""
 
     recipe: Recipe
@@ -57,14 +57,14 @@ class Known:
     state: tuple[Any, ...]
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # For the copies of data, which nothing writes: whether they are 1 everywhere.
 _ones: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def known(mask: Any) -> Known | None:
+def origin_of(mask: Any) -> MaskOrigin | None:
     """What `mask` was computed from; None if that is unknown, or the mask was written since."""
-    found = _known.get(mask) if _is_real(mask) else None
+    found = _origins.get(mask) if _is_real(mask) else None
     return found if found is not None and found.state == _state(mask) else None
 
 
@@ -124,7 +124,7 @@ def _recording(
         for place, recipe, where in masks:
             if _is_real(mask := results[place]):
                 data = tuple(results[where])
-                _known[mask] = Known(recipe, data, _state(mask))
+                _origins[mask] = MaskOrigin(recipe, data, _state(mask))
                 for one in data:
                     _ones[one] = None
         return tuple(results[:outputs])
@@ -150,13 +150,13 @@ def _returned(module: fx.GraphModule) -> list[tuple[int, Recipe, list[fx.Node]]]
 
 
 def may_be_mask(node: Any) -> bool:
-    known = value(node)
+    origin_of = value(node)
     return (
-        isinstance(known, FakeTensor)
-        and is_plain(known)
-        and known.dim() == DIMENSIONS
-        and not known.requires_grad
-        and (known.dtype == torch.bool or known.dtype.is_floating_point)
+        isinstance(origin_of, FakeTensor)
+        and is_plain(origin_of)
+        and origin_of.dim() == DIMENSIONS
+        and not origin_of.requires_grad
+        and (origin_of.dtype == torch.bool or origin_of.dtype.is_floating_point)
     )
 
 

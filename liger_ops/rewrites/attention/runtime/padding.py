@@ -91,13 +91,13 @@ def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = 
 
 
 def _may_be_padding(node: fx.Node) -> bool:
-    known = value(node)
+    example = value(node)
     return (
-        isinstance(known, Tensor)
-        and is_plain(known)
-        and known.dim() == 2
-        and not known.dtype.is_floating_point
-        and not known.dtype.is_complex
+        isinstance(example, Tensor)
+        and is_plain(example)
+        and example.dim() == 2
+        and not example.dtype.is_floating_point
+        and not example.dtype.is_complex
     )
 
 

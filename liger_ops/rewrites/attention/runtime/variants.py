@@ -80,7 +80,7 @@ class Variants:
         self._compile = compile_one
         # Fake tensors, so that no batch stays in memory for a later compilation.
         self._fakes = [
-            known if isinstance(known := value(node), FakeTensor) else given
+            example if isinstance(example := value(node), FakeTensor) else given
             for node, given in zip(inputs_of(module), example_inputs, strict=True)
         ]
         self._context = TracingContext.try_get()
@@ -129,6 +129,6 @@ def is_split(inputs: Sequence[Any]) -> bool:
 
 def is_symbolic(node: fx.Node) -> bool:
     """Whether a node is a symbolic size, or a tensor of one."""
-    known = value(node)
-    sizes = known.shape if isinstance(known, Tensor) else [known]
+    example = value(node)
+    sizes = example.shape if isinstance(example, Tensor) else [example]
     return any(isinstance(size, torch.SymInt) for size in sizes)
