@@ -50,7 +50,7 @@ class Scope:
         for inner, operand in self.functions.operands.items():
             if operand is outer_node:
                 return inner
-        *_, last = (node_ for node_ in self.graph.nodes if node_.op == "placeholder")
+        *_, last = (inner for inner in self.graph.nodes if inner.op == "placeholder")
         with self.graph.inserting_after(last):
             inner = self.graph.placeholder(f"liger_{outer_node.name}")
         inner.meta["example_value"] = outer_node.meta["example_value"]
