@@ -60,7 +60,7 @@ class UnfusedAttention:
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a call of scaled_dot_product_attention, and not written out."""
+        """True for a call of scaled_dot_product_attention, False for attention written out."""
         return self.nodes == {self.root}
 
     def inputs(self) -> list[fx.Node]:
