@@ -1,5 +1,8 @@
-"""Places of attention in a graph: how they are replaced, and the arguments of those that are calls
-of scaled_dot_product_attention."""
+"""Find calls of scaled_dot_product_attention in a graph, and replace candidates.
+
+A candidate is a call, or attention that is written out (`unfused_attention`), that a rewrite of
+attention either replaces or refuses.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,45 @@ from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import check_results, foreign, reported
 from .attention_products import Operand
-from .mask.algebra import known
-from .mask.scopes import Scope, parts, scopes
+from .mask.algebra import always_true
+from .mask.scopes import Scope, all_graphs, scopes
 from .masks import Mask, States
 from .numbers import scale_of_call
 
-# The node of a result, and what is known of the place.
-Place = tuple[fx.Node, Any]
+# The node of attention's result, and what replaces it takes: (the call, its arguments), or the
+# `UnfusedAttention`.
+Candidate = tuple[fx.Node, Any]
 
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
 
 
-def replace_places(
+def replace_candidates(
     graph: fx.Graph, report: Report, op: str,
-    places: Callable[[Scope, GraphState], Iterable[Place]],
-    replaced: Callable[[Any, Scope, States], fx.Node], *, data: bool = False,
+    candidates: Callable[[Scope, GraphState], Iterable[Candidate]],
+    replacement: Callable[[Any, Scope, States], fx.Node], *, data: bool = False,
 ) -> None:  # fmt: skip
-    """Replace the places of a graph, and of the checkpointed blocks that it calls.
+    """Replace the candidates of a graph, and of the checkpointed blocks that it calls.
 
     A block's mask is computed outside of the block, so the outer graph is rewritten first. For
     `data` see `IndexFunctions`.
+
+    Args:
+        graph: the graph.
+        report: gets a finding for each candidate, replaced or refused.
+        op: the name of the rewrite in the report.
+        candidates: yields the candidates of a scope.
+        replacement: replaces a candidate and returns the new call, or raises Refused.
+        data: whether masks may read tensors of the graph.
     """
-    states = {part: GraphState(part) for part in parts(graph)}
+    states = {subgraph: GraphState(subgraph) for subgraph in all_graphs(graph)}
     for scope in scopes(graph, data=data):
         state = states[scope.graph]
-        for node, found in places(scope, state):
+        for node, candidate in candidates(scope, state):
             with reported(scope.graph, report, op, node):
                 with state.modes_of(node):
-                    new = replaced(found, scope, states)
-                report.used(op, new)
+                    inserted = replacement(candidate, scope, states)
+                report.used(op, inserted)
 
 
 def attentions(
@@ -63,8 +75,11 @@ def attentions(
 
 def masked_calls(
     rewrite: str, report: Report, devices: Collection[str], scope: Scope, _: GraphState
-) -> Iterator[Place]:
-    """The calls with a mask alone, on devices of these types, or of any if there are none."""
+) -> Iterator[Candidate]:
+    """Yield the calls with attn_mask and without is_causal, on the types of device in `devices`.
+
+    An empty `devices` stands for all types.
+    """
     for node, arguments in attentions(scope.graph, rewrite, report):
         if devices and value(arguments["query"]).device.type not in devices:
             continue
@@ -72,14 +87,14 @@ def masked_calls(
             yield node, (node, arguments)
 
 
-def scores(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """The shape of the scores: (..., queries, keys)."""
+def scores_shape(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the shape of the scores: (..., queries, keys)."""
     return (*value(arguments["query"]).shape[:-1], value(arguments["key"]).shape[-2])
 
 
 def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str | None:
-    """Reason to leave a call unchanged, whatever its heads are and its mask hides, or None."""
-    tensors = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]
+    """Return why a call cannot be changed, whatever its heads are and its mask hides, or None."""
+    tensors = [operand for operand in node.all_input_nodes if isinstance(value(operand), Tensor)]
     if reason := foreign(tensors):
         return reason
     if state.transformed(node):
@@ -89,17 +104,17 @@ def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str
     scale = scale_of_call(arguments.get("scale"), value(arguments["query"]).shape[-1])
     if not is_scale(scale):
         return f"its scale is {scale or value(arguments['scale'])}, and engines differ for it"
-    return None if arguments["attn_mask"] is None else _misfit(arguments)
+    return None if arguments["attn_mask"] is None else _mask_mismatch(arguments)
 
 
-def _misfit(arguments: dict[str, Any]) -> str | None:
-    """Why the mask may not be a mask of these scores, or None."""
-    mask, shape = arguments["attn_mask"], scores(arguments)
+def _mask_mismatch(arguments: dict[str, Any]) -> str | None:
+    """Return why the mask may not be a mask of these scores, or None."""
+    mask, shape = arguments["attn_mask"], scores_shape(arguments)
     if not isinstance(value(mask), Tensor) or not isinstance(mask, fx.Node):
         return "its mask is not a tensor of the graph"
     mask_shape = value(mask).shape
     if len(mask_shape) > len(shape) or not all(
-        known(size == 1) or known(size == shape[axis])
+        always_true(size == 1) or always_true(size == shape[axis])
         for axis, size in enumerate(mask_shape, start=-len(mask_shape))
     ):
         return f"its mask of {tuple(mask_shape)} may not fit its scores of {shape}"
@@ -111,16 +126,20 @@ def mask_of(arguments: dict[str, Any]) -> Mask:
 
 
 def set_arguments(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> None:
-    """Set the arguments of a call; raises Refused if its result would have other metadata."""
+    """Set the arguments of a call.
+
+    Raises:
+        Refused: the result would have another shape, dtype, device or observable stride.
+    """
     tensors = tuple(arguments[name] for name in _POSITIONAL[:3])
     options = {
-        name: given
-        for name, given in arguments.items()
-        if name not in _POSITIONAL[:3] and not (name in _DEFAULTS and given == _DEFAULTS[name])
+        name: argument
+        for name, argument in arguments.items()
+        if name not in _POSITIONAL[:3] and not (name in _DEFAULTS and argument == _DEFAULTS[name])
     }
     with state.modes_of(node), fake_mode_of([value(node)]):
         after = F.scaled_dot_product_attention(
-            *map(value, tensors), **{name: value(given) for name, given in options.items()}
+            *map(value, tensors), **{name: value(argument) for name, argument in options.items()}
         )
     check_results({node: after}, state)
     node.args, node.kwargs = tensors, options

@@ -15,7 +15,7 @@ from ..engine.rewrite import View, viewed
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the graph, and the views of it that bring it into attention's form."""
+    """A tensor of the graph, and the views that give it attention's shape: (B, H, tokens, dim)."""
 
     source: fx.Node
     views: tuple[View, ...] = ()
@@ -24,12 +24,12 @@ class Operand:
         return replace(self, views=(*self.views, *views))
 
     def before(self, at: fx.Node) -> fx.Node:
-        """The operand as a node, with its views inserted before `at`."""
+        """Return the operand as a node, with its views inserted before `at`."""
         return viewed(at, self.source, self.views)
 
 
 class Scores(NamedTuple):
-    """query @ key^T, times `scale`, plus `bias`."""
+    """The product query @ key^T, times `scale`, plus `bias`."""
 
     query: Operand
     key: Operand
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """weights @ value; `back` brings (..., S, D) into the form of the result."""
+    """The product weights @ value; the views `back` give (..., S, D) the shape of the result."""
 
     weights: fx.Node
     value: Operand
@@ -47,9 +47,11 @@ class Weighted(NamedTuple):
 
 
 def product_of_scores(node: Any) -> Scores | None:
-    product = _product(node)
+    """Return the product of queries and keys that `node` computes, or None."""
+    product = _matrix_product(node)
     if product is None:
         return None
+    # By subscripts: the result is (batch..., i, j), the queries have i and d, the keys j and d.
     call, operands, (*terms, result) = product
     *batch, i, j = result
     by_role = sorted(zip(terms, operands, strict=True), key=lambda operand: j in operand[0])
@@ -58,9 +60,9 @@ def product_of_scores(node: Any) -> Scores | None:
     if set(query) != {*batch, i, d} or set(key) != {*batch, j, d}:
         return None
     nodes: tuple[fx.Node, ...] = (node,)
-    turned = calls(keys, "transpose")
-    if turned is not None and turned.args[1] == (-2, -1):
-        nodes, keys, key = (node, keys), turned.args[0], (*key[:-2], key[-1], key[-2])
+    transposed = calls(keys, "transpose")
+    if transposed is not None and transposed.args[1] == (-2, -1):
+        nodes, keys, key = (node, keys), transposed.args[0], (*key[:-2], key[-1], key[-2])
     scores = Scores(
         Operand(queries, _permuted(query, (*batch, i, d))),
         Operand(keys, _permuted(key, (*batch, j, d))),
@@ -75,7 +77,8 @@ def product_of_scores(node: Any) -> Scores | None:
 
 
 def product_of_weights(node: Any) -> Weighted | None:
-    product = _product(node)
+    """Return the product of weights and values that `node` computes, or None."""
+    product = _matrix_product(node)
     if product is None or product[0].op == "baddbmm":
         return None
     _, (weights, values), (first, second, result) = product
@@ -87,9 +90,12 @@ def product_of_weights(node: Any) -> Weighted | None:
     return Weighted(weights, Operand(values, value_views), _permuted((*batch, i, d), result))
 
 
-def _product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[str]]] | None:
-    """A product of two tensors of 3 or 4 dimensions: the operands, and the subscripts that einsum
-    has for them and for the result, different letters each."""
+def _matrix_product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[str]]] | None:
+    """Return the product of two tensors of 3 or 4 dimensions that `node` computes, or None.
+
+    Return the call, its operands, and einsum's subscripts of the operands and of the result. All
+    subscripts of a tensor differ: a repeated one would be a diagonal.
+    """
     call = canonical(node)
     if call is None or call.op not in ("matmul", "baddbmm", "einsum"):
         return None
@@ -104,19 +110,23 @@ def _product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[str]]] |
     left, arrow, result = equation.replace(" ", "").partition("->")
     first, _, second = left.partition(",")
     first, second, result = (
-        term.replace("...", "?!"[: dim - 2]) for term in (first, second, result)
+        subscripts.replace("...", "?!"[: dim - 2]) for subscripts in (first, second, result)
     )
     if not arrow or not dim == value(operands[1]).dim() in (3, 4):
         return None
-    if any(len(set(term)) != dim or len(term) != dim for term in (first, second, result)):
+    if any(
+        len(set(subscripts)) != dim or len(subscripts) != dim
+        for subscripts in (first, second, result)
+    ):
         return None
     return call, operands, [first, second, result]
 
 
-def _permuted(term: Sequence[str], to: Sequence[str]) -> tuple[View, ...]:
-    dims = tuple(list(term).index(letter) for letter in to)
-    moved = [place - len(dims) for place, dim in enumerate(dims) if place != dim]
-    if not moved:
+def _permuted(subscripts: Sequence[str], order: Sequence[str]) -> tuple[View, ...]:
+    """Return the views that bring dimensions with `subscripts` into the order `order`."""
+    dims = tuple(list(subscripts).index(letter) for letter in order)
+    permuted = [position - len(dims) for position, dim in enumerate(dims) if position != dim]
+    if not permuted:
         return ()
-    # A transposition is what rewrites that follow recognise.
-    return ((torch.transpose, *moved) if len(moved) == 2 else (torch.permute, dims),)
+    # Rewrites that follow recognise a transposition, and no permutation.
+    return ((torch.transpose, *permuted) if len(permuted) == 2 else (torch.permute, dims),)

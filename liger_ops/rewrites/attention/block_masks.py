@@ -1,4 +1,4 @@
-"""The block masks that a rewrite puts into a graph, one for all layers that share a mask."""
+"""Emit block masks into a graph, one for all layers that share a mask."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from torch import fx
 from ..engine.canonical import value
 from ..engine.emitter import Emitter
 from ..engine.rewrite import Refused
-from .mask.algebra import Condition, Size, axes_of, either, known
+from .mask.algebra import Condition, Size, always_true, axes_of, disjunction
 from .mask.blocks import AXES, BATCH, HEADS, Visible, block_lists, unseen_queries
 from .mask.predicate import inlined, predicate, read_tensors
 from .mask.scopes import Scope
 from .mask.unseen import is_unseen
 
 # The sizes of scores by axis, each a number or a node.
-Sizes = Mapping[int, Any]
+ScoreSizes = Mapping[int, Any]
 
 
 @dataclass(frozen=True)
 class BlockMaskNodes:
-    """Nodes of one graph: a block mask, and the data that its predicate reads after its indices.
+    """The nodes of one graph that are a block mask.
 
     Attributes:
-        lists: the parts of a `BlockMask`, by name.
+        lists: the tensors of a `BlockMask`, by name.
+        predicate: the mask's condition as a graph of (b, h, i, j) and `data`.
+        data: the tensors that the predicate reads.
         unseen: with `shows_unseen`, a boolean node (B or 1, H or 1, S or 1): the queries that see
             no key by the condition itself.
     """
@@ -37,8 +39,8 @@ class BlockMaskNodes:
     data: tuple[fx.Node, ...]
     unseen: fx.Node | None = None
 
-    def moved(self, scope: Scope) -> BlockMaskNodes:
-        """The same block mask in a graph that is called with its nodes."""
+    def in_scope(self, scope: Scope) -> BlockMaskNodes:
+        """Return the block mask in the graph of `scope`, which is called with its nodes."""
         lists = {name: scope.inward(node) for name, node in self.lists.items()}
         unseen = None if self.unseen is None else scope.inward(self.unseen)
         data = tuple(map(scope.inward, self.data))
@@ -47,56 +49,62 @@ class BlockMaskNodes:
 
 @dataclass
 class BlockMasks:
-    """The block masks that were emitted, by the mask and the code of the predicate.
+    """Cache of emitted block masks: (mask, code of the predicate, shows_unseen) -> nodes.
 
-    They are computed after the mask, in the graph that computes it.
+    A block mask is computed after its mask, in the graph that computes the mask.
     """
 
-    _made: dict[tuple[fx.Node, str, bool], BlockMaskNodes] = field(default_factory=dict)
+    _emitted: dict[tuple[fx.Node, str, bool], BlockMaskNodes] = field(default_factory=dict)
 
-    def of(
+    def get_or_emit(
         self, condition: Condition, mask: fx.Node, scope: Scope, shape: tuple[Size, ...],
         shows_unseen: bool = False,
     ) -> BlockMaskNodes:  # fmt: skip
-        """The block mask of a condition on `mask`, a node of `scope`, for scores of `shape`.
+        """Return the block mask of a condition on `mask`, a node of `scope`, emitted once.
 
-        With `shows_unseen`, a query that sees no key by the condition sees all of them.
+        `shape` is the shape of the scores. With `shows_unseen`, a query that sees no key by the
+        condition sees all of them.
 
         Raises:
-            Refused: it cannot be computed after the mask.
+            Refused: the mask is an input of the outermost graph, or a size of the scores is not
+                known where the mask is computed.
         """
         home, origin = scope.home(mask)
         if origin.op == "placeholder":
             raise Refused(f"its mask {origin.name} is an input of the graph, a dense tensor")
         key = origin, predicate(condition).code, shows_unseen
-        # A rewrite that is refused erases what it inserted.
-        if key not in self._made or any(one._erased for one in self._made[key].lists.values()):
+        # A rewrite that is refused erases the nodes that it inserted, also those cached here.
+        if key not in self._emitted or any(
+            node._erased for node in self._emitted[key].lists.values()
+        ):
             emit = Emitter(origin.next, value(origin))
             sizes = {
-                axis: size if isinstance(size, int) else _symbolic(emit, origin, axis, size)
+                axis: size if isinstance(size, int) else _size_node(emit, origin, axis, size)
                 for axis, size in enumerate(shape, start=-4)
             }
             device = value(origin).device
-            self._made[key] = emitted(emit, condition, sizes, home, device, shows_unseen)
-        return self._made[key].moved(scope)
+            self._emitted[key] = emit_block_mask(emit, condition, sizes, home, device, shows_unseen)
+        return self._emitted[key].in_scope(scope)
 
 
-def emitted(
-    emit: Emitter, condition: Condition, sizes: Sizes, scope: Scope, device: torch.device,
+def emit_block_mask(
+    emit: Emitter, condition: Condition, sizes: ScoreSizes, scope: Scope, device: torch.device,
     shows_unseen: bool = False,
 ) -> BlockMaskNodes:  # fmt: skip
-    """Emit the block mask of a condition on nodes of `scope` or around it."""
+    """Emit the block mask of a condition on nodes of `scope` or of scopes around it."""
     unseen = None
     if shows_unseen:
         used = {axis: sizes[axis] if axis in axes_of(condition) else 1 for axis in AXES}
         unseen = unseen_queries(emit, _inlined(emit, condition, scope), used, device)
-        condition = either(condition, is_unseen(unseen))
+        condition = disjunction(condition, is_unseen(unseen))
+    # Rows of a batch, or heads, between which the mask does not differ share one list of blocks.
     shared = {axis: 1 for axis in (BATCH, HEADS) if axis not in axes_of(condition)}
     lists = block_lists(emit, _inlined(emit, condition, scope), {**sizes, **shared}, device)
     return BlockMaskNodes(lists, predicate(condition), _data(condition, scope), unseen)
 
 
 def _inlined(emit: Emitter, condition: Condition, scope: Scope) -> Visible:
+    """Return the condition as a function of nodes of the indices, which emits it in the graph."""
     module, data = predicate(condition), _data(condition, scope)
     return lambda *indices: inlined(emit, module.graph, *indices, *data)
 
@@ -105,13 +113,13 @@ def _data(condition: Condition, scope: Scope) -> tuple[fx.Node, ...]:
     return tuple(map(scope.inward, read_tensors(condition)))
 
 
-def _symbolic(emit: Emitter, mask: fx.Node, axis: int, size: Any) -> Any:
-    """A node for a symbolic size of the scores, in the graph that computes the mask."""
+def _size_node(emit: Emitter, mask: fx.Node, axis: int, size: Any) -> Any:
+    """Return a node for a symbolic size of the scores, in the graph that computes the mask."""
     shape = value(mask).shape
-    if -axis <= len(shape) and known(shape[axis] == size):
+    if -axis <= len(shape) and always_true(shape[axis] == size):
         return emit.size(mask, axis)
     for node in mask.graph.nodes:
-        if isinstance(value(node), torch.SymInt) and known(value(node) == size):
+        if isinstance(value(node), torch.SymInt) and always_true(value(node) == size):
             return node
         if node is mask:
             break

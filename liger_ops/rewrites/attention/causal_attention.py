@@ -1,9 +1,9 @@
 """Attention with a mask that is proved causal, or to hide nothing, needs no mask.
 
 With is_causal=True query i sees the keys j <= i, both counted from 0, for any number of queries and
-keys. A mask is replaced if every element is proved to mean that: a boolean mask is j <= i, a mask
-that is added to the scores is 0 for j <= i, and elsewhere so low that the softmax gives 0. A mask
-that hides nothing, such as the padding of a full batch, is dropped. Every query sees key 0, so
+keys. A mask is replaced if every element is proved to agree with that: a boolean mask is j <= i, a
+mask that is added to the scores is 0 for j <= i, and elsewhere so low that the softmax gives 0. A
+mask that hides nothing, such as the padding of a full batch, is dropped. Every query sees key 0, so
 there is no row without a key, where masked and causal attention could differ.
 Attention with dropout is not changed: another kernel would draw other random numbers.
 
@@ -21,7 +21,14 @@ from torch import fx
 from ..engine.graph_state import erase_unused
 from ..engine.report import Report
 from ..engine.rewrite import Refused
-from .attention import mask_of, masked_calls, obstacle, replace_places, scores, set_arguments
+from .attention import (
+    mask_of,
+    masked_calls,
+    obstacle,
+    replace_candidates,
+    scores_shape,
+    set_arguments,
+)
 from .mask.proof import departure
 from .mask.region import everywhere
 from .mask.scopes import Scope
@@ -31,12 +38,14 @@ OP = "causal_attention"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_places(graph, report, OP, functools.partial(masked_calls, OP, report, ()), _replaced)
+    replace_candidates(
+        graph, report, OP, functools.partial(masked_calls, OP, report, ()), _replacement
+    )
 
 
-def _replaced(found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States) -> fx.Node:
-    node, arguments = found
-    mask, state, shape = arguments["attn_mask"], states[scope.graph], scores(arguments)
+def _replacement(call: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States) -> fx.Node:
+    node, arguments = call
+    mask, state, shape = arguments["attn_mask"], states[scope.graph], scores_shape(arguments)
     if reason := obstacle(node, arguments, state):
         raise Refused(reason)
     visible = visible_past([mask_of(arguments)], scope, states, shape)
@@ -45,5 +54,5 @@ def _replaced(found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: State
         raise Refused(difference)
     causal = difference is None
     set_arguments(node, {**arguments, "attn_mask": None, "is_causal": causal}, state)
-    erase_unused(mask, set(scope.functions.read(mask)))
+    erase_unused(mask, set(scope.functions.nodes_read(mask)))
     return node

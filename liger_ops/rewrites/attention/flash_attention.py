@@ -1,8 +1,8 @@
 """Flash attention with a sliding window.
 
-The kernel skips what is outside of the window, takes grouped heads, and needs no compilation. It is
-the faster one for heads of more than 128 numbers. Forward and backward on an H100, ms by flash
-attention and by flex_attention:
+The kernel skips the blocks outside of the window, takes grouped heads, and needs no compilation. It
+is faster than flex_attention for heads of more than 128 numbers. Forward and backward on an H100,
+ms by flash attention and by flex_attention:
 
     4 x 4096, 4 heads of 256 and 1 of keys, window 512      0.92   1.65
     4 x 4096, 12 heads of 192 and 4 of keys, window 512     1.95   3.31
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..engine.canonical import same
 from .mask.blocks import Call
 
-# Sizes of heads for which it is the faster one; it takes multiples of 8.
+# Sizes of heads for which it is faster; it takes multiples of 8.
 HEAD_DIMS = range(136, 257, 8)
 # The backward pass of larger heads does not fit into the shared memory of other GPUs.
 LARGE_HEAD_DIM = 192
@@ -31,9 +31,9 @@ LARGE_HEADS_ON = ((8, 0), (9, 0), (10, 0))
 
 
 def is_faster(query: Tensor, key: Tensor, values: Tensor) -> bool:
-    """Whether flash attention takes these tensors (B, H, S, D), and is faster than flex_attention.
+    """Return whether flash attention takes these tensors (B, H, S, D) and is faster.
 
-    Inside of a region that Dynamo traces, what the GPU takes is a constant.
+    While Dynamo traces, the largest size of heads of the GPU is a constant.
     """
     head_dim = query.shape[-1]
     if not query.is_cuda or not isinstance(head_dim, int) or head_dim not in HEAD_DIMS:
@@ -47,20 +47,22 @@ def is_faster(query: Tensor, key: Tensor, values: Tensor) -> bool:
 def _largest_head_dim(device: int | None) -> int:
     if not torch.backends.cuda.flash_sdp_enabled():
         return 0
-    large = torch.cuda.get_device_capability(device) in LARGE_HEADS_ON
-    return HEAD_DIMS[-1] if large else LARGE_HEAD_DIM
+    takes_large_heads = torch.cuda.get_device_capability(device) in LARGE_HEADS_ON
+    return HEAD_DIMS[-1] if takes_large_heads else LARGE_HEAD_DIM
 
 
 def attend(
     call: Call, operands: tuple[Any, Any, Any], tokens: Sequence[Any], scale: float | None,
-    size: int,
+    window_size: int,
 ) -> Any:  # fmt: skip
-    """Causal attention in which a query sees the last `size` keys up to itself.
+    """Compute causal attention in which a query sees the last `window_size` keys up to its own.
 
-    `call` calls or inserts a function; `tokens` are the numbers of queries and of keys.
+    `call` calls a function or inserts its call; `tokens` are the numbers of queries and of keys.
     """
     by_token = [call(torch.transpose, operand, 1, 2) for operand in operands]
     flash = torch.ops.aten._flash_attention_forward.default
-    window = {"window_size_left": size - 1, "window_size_right": 0}
+    window = {"window_size_left": window_size - 1, "window_size_right": 0}
+    # Behind the tokens: dropout, is_causal, return_debug_mask. The window counts the keys on the
+    # left of a query's own, which is in the window too.
     result = call(flash, *by_token, None, None, *tokens, 0.0, True, False, scale=scale, **window)
     return call(torch.transpose, call(operator.getitem, result, 0), 1, 2)

@@ -1,4 +1,4 @@
-"""Calls of the operator flex_attention in a graph, and what they share with those of `fuse`."""
+"""Insert calls of the operator flex_attention, with code that `fuse` shares."""
 
 from __future__ import annotations
 
@@ -15,57 +15,61 @@ from ..engine.emitter import Emitter
 from ..engine.replay import fake_mode_of
 from .block_masks import BlockMaskNodes
 from .mask.blocks import BLOCK, Call
-from .mask.unseen import read_at, rounded
+from .mask.unseen import read_at, rounded_to_zero
 
 
 def attend(
     emit: Emitter, node: fx.Node, operands: tuple[Any, Any, Any], scale: float,
     block_mask: BlockMaskNodes, softcap: float | None = None,
 ) -> fx.Node:  # fmt: skip
-    """Insert the attention that replaces `node`; its results are the output, log2(e) * lse, and the
-    largest scores.
+    """Insert the call of flex_attention that replaces `node`, and return it.
 
-    With a soft cap the scores are softcap * tanh(scale * query @ key^T / softcap). A query that the
-    block mask has as unseen gets the mean of all values.
+    The results of the call are the output, log2(e) * lse, and the largest scores. With a soft cap
+    the scores are softcap * tanh(scale * query @ key^T / softcap). A query that is unseen in the
+    block mask gets the mean of all values.
     """
     from ...torch_private import flex_attention
 
     query, key, _ = operands
     lengths = (emit.size(query, -2), emit.size(key, -2))
-    score = _submodule(emit, "liger_score", _scores(softcap, block_mask.unseen))
-    mask = _submodule(emit, "liger_mask", block_mask.predicate)
-    parts = _block_tuple(block_mask.lists, lengths, mask)
-    options = _all_options(*map(value, operands))
+    score = _add_submodule(emit, "liger_score", _score_graph(softcap, block_mask.unseen))
+    mask = _add_submodule(emit, "liger_mask", block_mask.predicate)
+    block_mask_tuple = _as_tuple(block_mask.lists, lengths, mask)
+    options = _kernel_options(*map(value, operands))
     scale = scale if softcap is None else scale / softcap
     unseen = () if block_mask.unseen is None else (block_mask.unseen,)
-    args = (*operands, score, parts, scale, options, unseen, block_mask.data)
-    result = _result(node, *args)
+    args = (*operands, score, block_mask_tuple, scale, options, unseen, block_mask.data)
+    result = _results(node, *args)
     with node.graph.inserting_before(node):
         call = node.graph.call_function(flex_attention, args)
     call.meta.update({**node.meta, "example_value": result})
     return call
 
 
-def _block_tuple(
+def _as_tuple(
     lists: Mapping[str, fx.Node], lengths: tuple[Any, Any], mask: fx.Node
 ) -> tuple[Any, ...]:
-    """The block mask in the form of this version of PyTorch, which `BlockMask` knows."""
+    """Return a block mask as the tuple that the operator takes in this version of PyTorch.
+
+    `BlockMask` knows the tuple's order: one is made of stand-ins, which are replaced by identity.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     stand_ins: dict[str, Any] = {name: torch.empty(1, 1, 1, 1) for name in lists}
-    form = BlockMask(
+    layout = BlockMask(
         seq_lengths=(BLOCK, BLOCK), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=noop, **stand_ins
     ).as_tuple()
     by_identity = {id(stand_ins[name]): node for name, node in lists.items()} | {id(noop): mask}
-    return (*lengths, *(by_identity.get(id(part), part) for part in form[2:]))
+    return (*lengths, *(by_identity.get(id(entry), entry) for entry in layout[2:]))
 
 
 def noop(*indices: Tensor) -> Tensor:
+    """Stand for the predicate in a block mask."""
     raise AssertionError("stands for the predicate in a block mask")
 
 
 def capped(score: Any, softcap: float) -> Any:
-    """softcap * tanh(score), for a score that was divided by its soft cap.
+    """Return softcap * tanh(score), for a score that was divided by its soft cap.
 
     A GPU computes sigmoid faster than tanh: 2 x 4096 tokens, 8 heads of 256 and 4 of keys take 4.3
     ms forward and backward instead of 5.1 on an H200. The result differs by softcap * 1e-7.
@@ -74,41 +78,46 @@ def capped(score: Any, softcap: float) -> Any:
 
 
 def score_of(score: Any, softcap: float | None, is_unseen: Any) -> Any:
-    """The score, or softcap * tanh(score); rounded to 0 where `is_unseen`, if given, is true."""
+    """Return the score, or softcap * tanh(score); rounded to 0 where `is_unseen` is true."""
     if softcap is not None:
         score = capped(score, softcap)
-    return score if is_unseen is None else rounded(score, is_unseen)
+    return score if is_unseen is None else rounded_to_zero(score, is_unseen)
 
 
 def with_sinks(call: Call, y: Any, lse: Any, sinks: Any, dtype: torch.dtype) -> Any:
-    """The output times sigmoid(lse - sink), in the dtype of lse, rounded once to `dtype`.
+    """Return the output times sigmoid(lse - sink), in the dtype of lse, rounded once to `dtype`.
 
     A sink adds exp(sink) to the sum of the softmax, and nothing to the numerator.
     """
-    share = call(torch.sigmoid, call(operator.sub, lse, call(torch.Tensor.view, sinks, (-1, 1))))
-    return call(torch.Tensor.to, call(operator.mul, y, call(torch.unsqueeze, share, -1)), dtype)
+    kept_share = call(
+        torch.sigmoid, call(operator.sub, lse, call(torch.Tensor.view, sinks, (-1, 1)))
+    )
+    return call(
+        torch.Tensor.to, call(operator.mul, y, call(torch.unsqueeze, kept_share, -1)), dtype
+    )
 
 
-def _scores(softcap: float | None, unseen: fx.Node | None = None) -> fx.GraphModule:
-    """score at (b, h, i, j), or softcap * tanh(score); for a query in `unseen` rounded to 0."""
+def _score_graph(softcap: float | None, unseen: fx.Node | None = None) -> fx.GraphModule:
+    """Return `score_of` as the graph of a score at (b, h, i, j) that flex_attention calls."""
     graph = fx.Graph()
     names = ("score", "b", "h", "i", "j", *(() if unseen is None else ("unseen",)))
-    score, b, h, i, _, *read = (fx.Proxy(graph.placeholder(name)) for name in names)
-    is_unseen = None if unseen is None else read_at(read[0], (b, h, i), value(unseen))
+    score, b, h, i, _, *unseen_nodes = (fx.Proxy(graph.placeholder(name)) for name in names)
+    is_unseen = None if unseen is None else read_at(unseen_nodes[0], (b, h, i), value(unseen))
     graph.output(score_of(score, softcap, is_unseen).node)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _submodule(emit: Emitter, name: str, module: fx.GraphModule) -> fx.Node:
+def _add_submodule(emit: Emitter, name: str, module: fx.GraphModule) -> fx.Node:
+    """Add a module to the graph's, under `name` with a number, and return a node that reads it."""
     owner: Any = emit.before.graph.owning_module
-    count = sum(one.startswith(name) for one, _ in owner.named_children())
+    count = sum(child.startswith(name) for child, _ in owner.named_children())
     owner.add_submodule(f"{name}_{count}", module)
     with emit.before.graph.inserting_before(emit.before):
         return emit.before.graph.get_attr(f"{name}_{count}")
 
 
 def obstacle(device: torch.device | None = None) -> str | None:
-    """Why a GPU does not run flex_attention fast, or None."""
+    """Return why a GPU does not run flex_attention fast, or None."""
     if torch.version.hip is not None:
         return "flex_attention has not been measured on AMD's GPUs"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -117,9 +126,9 @@ def obstacle(device: torch.device | None = None) -> str | None:
 
 
 def kernel_options(query: Tensor) -> dict[str, Any]:
-    """Options of flex_attention's kernels that are faster than its defaults.
+    """Return options of flex_attention's kernels that are faster than its defaults.
 
-    Inside of a region that Dynamo traces, the GPU is a constant.
+    While Dynamo traces, the type of GPU is a constant.
     """
     if not query.is_cuda or not _is_hopper(query.device.index):
         return {}
@@ -140,18 +149,18 @@ def _is_hopper(device: int | None) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _all_options(query: Tensor, key: Tensor, values: Tensor) -> dict[str, Any]:
-    """These options, and those that flex_attention() itself sets."""
+def _kernel_options(query: Tensor, key: Tensor, values: Tensor) -> dict[str, Any]:
+    """Return `kernel_options` and the options that flex_attention() itself sets."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     from ...torch_private import apply_kernel_options
 
-    given: Any = kernel_options(query)
-    return dict(apply_kernel_options(query, key, values, False, given, AuxRequest(lse=True)))
+    defaults: Any = kernel_options(query)
+    return dict(apply_kernel_options(query, key, values, False, defaults, AuxRequest(lse=True)))
 
 
-def _result(node: fx.Node, *arguments: Any) -> tuple[Tensor, ...]:
-    """What flex_attention returns for these arguments: the output, lse and the largest scores."""
+def _results(node: fx.Node, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return fake results of flex_attention: the output, lse and the largest scores."""
     from ...torch_private import flex_attention_fake_impl
 
     with fake_mode_of([value(node)]), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Attention takes grouped keys and values directly, instead of copies repeated for each query head.
+"""Let attention take grouped keys and values, instead of copies repeated for each query head.
 
 With enable_gqa=True a head of keys and values serves consecutive query heads, as many as the code
 makes copies. The rewrite is made where flash attention runs, which reads one head instead of its
@@ -29,7 +29,10 @@ FLASH_HEAD_DIM = 256
 
 
 class Repeat(NamedTuple):
-    """`times` consecutive copies of each head of `source`, then the transpositions `swaps`."""
+    """A tensor of `times` consecutive copies of each head of `source`, then transposed by `swaps`.
+
+    `nodes` compute it from `source`.
+    """
 
     source: fx.Node
     times: int
@@ -55,7 +58,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 def _group(
     node: fx.Node, arguments: dict[str, Any], repeats: tuple[Repeat, Repeat], state: GraphState
 ) -> None:
-    reason = obstacle(node, arguments, state) or _obstacle(node, arguments, repeats, state)
+    reason = obstacle(node, arguments, state) or _repeat_obstacle(node, arguments, repeats, state)
     if reason is not None:
         raise Refused(reason)
     key, values = (viewed(node, repeat.source, repeat.swaps) for repeat in repeats)
@@ -63,7 +66,7 @@ def _group(
 
 
 def repeated(node: Any, axis: int) -> Repeat | None:
-    """The repetition along `axis`, counted from the right, that made `node`, or None."""
+    """Return the repetition along `axis`, counted from the right, that `node` is, or None."""
     if not isinstance(node, fx.Node) or not isinstance(value(node), Tensor):
         return None
     name, call = operation(node), canonical(node)
@@ -84,13 +87,13 @@ def repeated(node: Any, axis: int) -> Repeat | None:
         return _merged(node, args[0], axis)
     if name in ("expand", "expand_as", "broadcast_to"):
         source, times = node.all_input_nodes[0], _shape(node)[axis]
-        if same(_shape(source), _with(_shape(node), axis, 1)) and _is_count(times):
+        if same(_shape(source), _with_size(_shape(node), axis, 1)) and _is_count(times):
             return Repeat(source, times, (node,))
     return None
 
 
 def _merged(node: fx.Node, copies: fx.Node, axis: int) -> Repeat | None:
-    """Match x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d), for heads at any axis.
+    """Match x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d), with heads at any axis.
 
     Every step except the expansion keeps the order of the elements, so comparing shapes is enough.
     """
@@ -98,25 +101,28 @@ def _merged(node: fx.Node, copies: fx.Node, axis: int) -> Repeat | None:
     if len(shape) != len(_shape(node)) + 1 or not _is_count(shape[axis]):
         return None
     if not same(
-        _without(_with(shape, axis - 1, shape[axis - 1] * shape[axis]), axis), _shape(node)
+        _without_axis(_with_size(shape, axis - 1, shape[axis - 1] * shape[axis]), axis),
+        _shape(node),
     ):
         return None
     if operation(copies) not in ("expand", "expand_as", "broadcast_to", "repeat", "tile"):
         return None
-    column = copies.all_input_nodes[0]
-    call = canonical(column)
+    unsqueezed = copies.all_input_nodes[0]
+    call = canonical(unsqueezed)
     if call is None or call.op not in ("unsqueeze", "view"):
         return None
     source = call.args[0]
-    if same(_shape(column), _with(shape, axis, 1)) and same(_shape(source), _without(shape, axis)):
-        return Repeat(source, shape[axis], (column, copies, node))
+    if same(_shape(unsqueezed), _with_size(shape, axis, 1)) and same(
+        _shape(source), _without_axis(shape, axis)
+    ):
+        return Repeat(source, shape[axis], (unsqueezed, copies, node))
     return None
 
 
-def _obstacle(
+def _repeat_obstacle(
     node: fx.Node, arguments: dict[str, Any], repeats: tuple[Repeat, Repeat], state: GraphState
 ) -> str | None:
-    """Reason to keep the repeated heads, or None."""
+    """Return why the repeated heads have to stay, or None."""
     query, key, values = (value(arguments[name]) for name in ("query", "key", "value"))
     if query.dim() != 4 or not same(query.shape[HEADS], key.shape[HEADS]):
         return "its queries do not have as many heads as its repeated keys"
@@ -137,7 +143,10 @@ def _obstacle(
 def not_flash(
     query: Tensor, key: Tensor, value: Tensor, result: Tensor, is_causal: Any
 ) -> str | None:
-    """Why the device's flash attention does not run. Under autocast `result` has its dtype."""
+    """Return why the device's flash attention does not run, as a predicate of it, or None.
+
+    Under autocast the kernel runs in the dtype of `result`, and not in that of `query`.
+    """
     device = query.device
     if not same(key.shape[-1], value.shape[-1]):
         return "wants keys and values of one size"
@@ -163,12 +172,12 @@ def _shape(node: Any) -> list[Any]:
     return list(tensor.shape) if isinstance(tensor, Tensor) else []
 
 
-def _with(shape: list[Any], axis: int, size: Any) -> list[Any]:
-    return [size if place - len(shape) == axis else old for place, old in enumerate(shape)]
+def _with_size(shape: list[Any], axis: int, size: Any) -> list[Any]:
+    return [size if position - len(shape) == axis else old for position, old in enumerate(shape)]
 
 
-def _without(shape: list[Any], axis: int) -> list[Any]:
-    return [old for place, old in enumerate(shape) if place - len(shape) != axis]
+def _without_axis(shape: list[Any], axis: int) -> list[Any]:
+    return [old for position, old in enumerate(shape) if position - len(shape) != axis]
 
 
 def _is_count(times: Any) -> bool:

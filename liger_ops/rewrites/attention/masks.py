@@ -1,4 +1,4 @@
-"""The masks of attention: under which condition a query sees a key past all of them."""
+"""The masks of attention, and the condition that a query sees a key past all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.rewrite import Refused
 from .attention_products import Operand
-from .mask.algebra import Condition, Unknown, axes_of, both, known, negation, truth
+from .mask.algebra import Condition, Unknown, always_true, axes_of, conjunction, negation, truth
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import Scope
@@ -22,12 +22,12 @@ States = Mapping[fx.Graph, GraphState]
 
 @dataclass(frozen=True)
 class Mask:
-    """A tensor that is added to the scores, or a boolean one that fills some of them.
+    """A tensor that is added to the scores, or a boolean tensor that fills some of them.
 
     Attributes:
-        tensor: of a shape that broadcasts to (B, H, S, T).
-        visible: what a boolean mask has where the score stays; None for a tensor that is added, and
-            for the mask of a call, which may be either.
+        tensor: its shape broadcasts to (B, H, S, T).
+        visible: the truth of a boolean mask where the score stays; None for a tensor that is added,
+            and for the mask of a call, which may be either.
         fill: the number that a boolean mask writes where it hides a score.
     """
 
@@ -43,37 +43,40 @@ class Mask:
 def visible_past(
     masks: Iterable[Mask], scope: Scope, states: States, shape: Sequence[Any]
 ) -> Condition:
-    """When a query sees a key past all masks of scores of `shape`, a function of (b, h, i, j).
+    """Return the condition that a query sees a key past all masks, a function of (b, h, i, j).
+
+    `shape` is the shape of the scores.
 
     Raises:
-        Refused: it is not known, or a tensor that was read is written in place.
+        Refused: the condition of a mask is unknown, or it may not fit the scores; there may be no
+            keys; or a tensor that a condition was read from is written in place.
     """
-    if not known(shape[-1] >= 1):
+    if not always_true(shape[-1] >= 1):
         raise Refused("it may have no keys")
     condition: Condition = True
     for mask in masks:
         try:
-            condition = both(condition, _condition_of(mask, scope.functions, shape))
+            condition = conjunction(condition, _condition_of(mask, scope.functions, shape))
         except Unknown as unknown:
             raise Refused(f"its mask cannot be analysed: {unknown}") from None
-        if is_written(scope.functions.read(mask.source), states):
+        if is_written(scope.functions.nodes_read(mask.source), states):
             raise Refused("its mask, or a tensor that it is computed from, is written in place")
     return condition
 
 
-def is_written(read: Iterable[fx.Node], states: States) -> bool:
-    """Whether one of the tensors is written in place in any of the graphs."""
-    read = set(read)
-    return any(state.ever_written(read) for state in states.values())
+def is_written(nodes: Iterable[fx.Node], states: States) -> bool:
+    """Return whether one of the tensors is written in place in any of the graphs."""
+    nodes = set(nodes)
+    return any(state.ever_written(nodes) for state in states.values())
 
 
 def _condition_of(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:
-    """The condition under which a mask lets a query see a key."""
+    """Return the condition under which a mask lets a query see a key of scores of `shape`."""
     sizes = value(mask.source).shape
-    # A view for scores of three dimensions keeps the queries and keys.
+    # A view for scores of three dimensions, (B * H, S, T), keeps the queries and keys alone.
     same_axes = min(len(sizes), 2) if mask.tensor.views else len(sizes)
     for axis in range(-same_axes, 0):
-        if not (known(sizes[axis] == 1) or known(sizes[axis] == shape[axis])):
+        if not (always_true(sizes[axis] == 1) or always_true(sizes[axis] == shape[axis])):
             raise Unknown("its mask may not fit its scores")
     if min(axes_of(functions.value(mask.source)), default=0) < -same_axes:
         raise Unknown("its mask differs between the rows of a batch")
@@ -81,7 +84,7 @@ def _condition_of(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -
 
 
 def visible(mask: Mask, functions: IndexFunctions) -> Condition:
-    """Where a mask lets a query see a key, as a function of the mask's own indices."""
+    """Return the condition that a mask lets a query see a key, in the mask's own indices."""
     function = functions.value(mask.source)
     if mask.visible is None:
         return visible_keys(function)

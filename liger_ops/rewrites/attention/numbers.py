@@ -1,4 +1,4 @@
-"""Numbers that a graph multiplies scores by, caps them with, or fills them with."""
+"""Constants in a graph: the numbers that scores are multiplied by, capped with or filled with."""
 
 from __future__ import annotations
 
@@ -11,37 +11,47 @@ from torch import Tensor, fx
 from ..engine.canonical import arguments, operation, value
 
 # The position of the number among the arguments of a function that stores one in a tensor.
-_PLACES = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1}
+_NUMBER_POSITION = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1}
 
 
 def constant(argument: Any) -> float | None:
-    """A number that is known at compile time, also one that the code stores in a tensor of
-    floating-point numbers, which may round it."""
-    known = value(argument)
-    if isinstance(argument, fx.Node) and isinstance(known, Tensor):
-        place = _PLACES.get(operation(argument) or "")
-        given = arguments(argument)
-        if place is None or place >= len(given) or known.dim() or not known.is_floating_point():
+    """Return a number that is known at compile time, or None.
+
+    It may be stored in a 0-dimensional tensor of floating-point numbers, which may round it.
+    """
+    example = value(argument)
+    if isinstance(argument, fx.Node) and isinstance(example, Tensor):
+        position = _NUMBER_POSITION.get(operation(argument) or "")
+        args = arguments(argument)
+        if (
+            position is None
+            or position >= len(args)
+            or example.dim()
+            or not example.is_floating_point()
+        ):
             return None
-        stored = constant(given[place])
-        return None if stored is None else rounded(stored, known.dtype)
-    if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat)):
+        stored = constant(args[position])
+        return None if stored is None else rounded(stored, example.dtype)
+    if isinstance(example, bool) or not isinstance(example, (int, float, torch.SymFloat)):
         return None
-    if isinstance(known, torch.SymFloat) and known.node.hint is None:
-        # It is the item of a tensor.
+    if isinstance(example, torch.SymFloat) and example.node.hint is None:
+        # The item of a tensor: it has no value while tracing.
         return None
     # Dynamo keeps floats symbolic with dynamic=True; this adds the guard that it has this value.
-    return float(known)
+    return float(example)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """The number that a tensor of a floating-point dtype stores for `number`."""
+    """Return the number that a tensor of a floating-point dtype stores for `number`."""
     return float(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype))
 
 
 def scale_of_call(scale: Any, head_dim: Any) -> float | None:
-    """The number by which a call of scaled_dot_product_attention multiplies its scores, or None if
-    it is not known. The number of a head's elements may be symbolic."""
+    """Return the number by which a call of scaled_dot_product_attention multiplies its scores.
+
+    Return None if it is not known. For a symbolic `head_dim` return 1 in the place of the default:
+    callers only ask whether the scale is one that every engine accepts.
+    """
     if scale is not None:
         return constant(float(scale) if isinstance(scale, bool) else scale)
     size = head_dim if isinstance(head_dim, int) else 1

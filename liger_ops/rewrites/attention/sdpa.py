@@ -1,12 +1,12 @@
-"""Attention that a model writes out becomes a call of scaled_dot_product_attention.
+"""Replace attention that a model writes out by a call of scaled_dot_product_attention.
 
 The call gives the same numbers within rounding: kernels keep scores and softmax in float32, where
 the code may round them to a narrower dtype. Rows whose keys are all hidden are the exception. There
 the code gives NaN for masks of minus infinity, and the mean of the values for masks of a very low
-number; kernels give 0, NaN or the mean, each its own, and wrong gradients: they save the logarithm
-of the sum of such a row's weights, in which the number of keys is lost. So a mask is taken if it
-is a bias of ordinary numbers, or if its rows are proved to see a key each, from the operations that
-compute it.
+number; kernels give 0, NaN or the mean, depending on the kernel, and wrong gradients: they save the
+logarithm of the sum of such a row's weights, in which the number of keys is lost. So a mask is
+taken if it is a bias of ordinary numbers, or if each of its rows is proved to see a key, from the
+operations that compute it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..engine.layout import noticed
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
-from .attention import replace_places
+from .attention import replace_candidates
 from .attention_products import Operand
-from .mask.algebra import known
+from .mask.algebra import always_true
 from .mask.bounds import ORDINARY, MaskBounds, inside
 from .mask.proof import sees_a_key
 from .mask.scopes import Scope
@@ -43,38 +43,42 @@ LOWEST_FILL = -1e9
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    places = functools.partial(unfused_attentions, OP, report)
-    replace_places(graph, report, OP, places, _lowered)
+    candidates = functools.partial(unfused_attentions, OP, report)
+    replace_candidates(graph, report, OP, candidates, _replacement)
 
 
-def _lowered(found: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
+def _replacement(attention: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
     state = states[scope.graph]
-    if found.sinks is not None:
+    if attention.sinks is not None:
         raise Refused("it has sinks, which scaled_dot_product_attention does not take")
-    if found.softcap is not None:
+    if attention.softcap is not None:
         raise Refused("its scores are capped, which scaled_dot_product_attention cannot do")
-    root = found.root
-    query, key, values = operands(found, state)
-    if not known(value(key).shape[-2] >= 1):
+    root = attention.root
+    query, key, values = operand_nodes(attention, state)
+    if not always_true(value(key).shape[-2] >= 1):
         raise Refused("it may have no keys")
-    mask = _mask(found, (query, key), scope, states)
-    options = {"attn_mask": mask, "scale": found.scale}
+    mask = _mask(attention, (query, key), scope, states)
+    options = {"attn_mask": mask, "scale": attention.scale}
     try:
         with fake_mode_of([value(root)]):
             result = F.scaled_dot_product_attention(
-                value(query), value(key), value(values), attn_mask=value(mask), scale=found.scale
+                value(query),
+                value(key),
+                value(values),
+                attn_mask=value(mask),
+                scale=attention.scale,
             )
     except RuntimeError as error:
         raise Refused(f"scaled_dot_product_attention does not take it: {error}") from None
     call = insert(root, F.scaled_dot_product_attention, (query, key, values), result)
-    call.kwargs = {name: given for name, given in options.items() if given is not None}
-    new = as_root(call, found.back, root, state)
-    replace([(root, new)], found.nodes, state)
+    call.kwargs = {name: argument for name, argument in options.items() if argument is not None}
+    new = as_root(call, attention.back, root, state)
+    replace([(root, new)], attention.nodes, state)
     return call
 
 
 def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphState) -> fx.Node:
-    """The result in the shape of `root`, and in its strides where the graph would notice others."""
+    """Return the result in the shape of `root`, and in its strides if the graph observes them."""
     try:
         with attempt(root.graph):
             new = viewed(root, call, back)
@@ -84,16 +88,20 @@ def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphStat
                 raise Refused(reason)
             return new
     except Refused:
-        # A matrix product is contiguous in the form that attention has here.
+        # A matrix product is contiguous in the shape before `back`, and so is this copy.
         return viewed(root, derive(root, torch.Tensor.contiguous, call), back)
 
 
-def operands(found: UnfusedAttention, state: GraphState) -> list[fx.Node]:
-    """Query, key and value, of one dtype and of the same batch and heads."""
-    root = found.root
+def operand_nodes(attention: UnfusedAttention, state: GraphState) -> list[fx.Node]:
+    """Return query, key and value as nodes of one dtype and of the same batch and heads.
+
+    Raises:
+        Refused: their dtypes differ outside of autocast, or they are broadcast to a symbolic size.
+    """
+    root = attention.root
     device = value(root).device.type
-    operands = [found.query, found.key, found.value]
-    dtype = value(found.value.source).dtype
+    operands = [attention.query, attention.key, attention.value]
+    dtype = value(attention.value.source).dtype
     nodes = []
     for operand in operands:
         source = operand.source
@@ -115,54 +123,61 @@ def operands(found: UnfusedAttention, state: GraphState) -> list[fx.Node]:
 
 
 def _expanded(node: fx.Node, leading: Sequence[Any], at: fx.Node) -> fx.Node:
-    """`node` with the batch and the heads that the product broadcasts it to."""
+    """Return `node` with the batch and the heads that the product broadcasts it to."""
     sizes = value(node).shape[:2]
     if same(tuple(sizes), tuple(leading)):
         return node
     if not all(same(a, b) or isinstance(b, int) for a, b in zip(sizes, leading, strict=True)):
         raise Refused("its batch or heads are broadcast to a size that is not constant")
-    to = [-1 if same(a, b) else b for a, b in zip(sizes, leading, strict=True)]
-    return derive(at, torch.Tensor.expand, node, *to, -1, -1)
+    expanded = [-1 if same(a, b) else b for a, b in zip(sizes, leading, strict=True)]
+    return derive(at, torch.Tensor.expand, node, *expanded, -1, -1)
 
 
 def _mask(
-    found: UnfusedAttention, operands: Sequence[fx.Node],
+    attention: UnfusedAttention, operands: Sequence[fx.Node],
     scope: Scope, states: States,
 ) -> fx.Node | None:  # fmt: skip
-    """attn_mask: boolean if the code only fills scores, else of the queries' dtype."""
-    if not found.masks:
+    """Return attn_mask: boolean if the code only fills scores, else of the queries' dtype.
+
+    Raises:
+        Refused: a mask may hide every key of a row, its fill is not low enough, or its bias would
+            be rounded.
+    """
+    if not attention.masks:
         return None
-    root, (query, key) = found.root, operands
+    root, (query, key) = attention.root, operands
     autocast = torch.is_autocast_enabled(value(root).device.type)
     dtype = value(root).dtype if autocast else value(query).dtype
     shape = (*value(query).shape[:-1], value(key).shape[-2])
-    biases = [mask for mask in found.masks if _is_bias(mask, scope, states)]
-    hiding = [mask for mask in found.masks if mask not in biases]
+    biases = [mask for mask in attention.masks if _is_bias(mask, scope, states)]
+    hiding = [mask for mask in attention.masks if mask not in biases]
     if not _rows_see_a_key(hiding, scope, states, shape):
         raise Refused("its mask may hide every key of a row, for which kernels differ")
     for bias in biases:
         wide = value(bias.source).dtype
         if not represents(dtype, wide):
             raise Refused(f"its bias is {wide}, and would be rounded to {dtype}")
-    added = [mask.tensor.before(root) for mask in _of(found, filled=False)]
-    shown = [_visible(mask, root) for mask in _of(found, filled=True)]
-    if shown:
-        shown = [functools.reduce(lambda a, b: derive(root, operator.and_, a, b), shown)]
+    added = [mask.tensor.before(root) for mask in _masks_of(attention, filled=False)]
+    visible = [_visible_node(mask, root) for mask in _masks_of(attention, filled=True)]
+    if visible:
+        visible = [functools.reduce(lambda a, b: derive(root, operator.and_, a, b), visible)]
     if not added:
-        return shown[0]
+        return visible[0]
     total = functools.reduce(lambda a, b: derive(root, operator.add, a, b), added)
-    if shown:
-        total = derive(root, torch.where, shown[0], total, -math.inf)
+    if visible:
+        total = derive(root, torch.where, visible[0], total, -math.inf)
     if value(total).dtype != dtype and not autocast:
         total = derive(root, torch.Tensor.to, total, dtype)
     return total
 
 
-def _of(found: UnfusedAttention, filled: bool) -> list[Mask]:
-    return [mask for mask in found.masks if (mask.visible is not None) == filled]
+def _masks_of(attention: UnfusedAttention, filled: bool) -> list[Mask]:
+    """Return the masks that fill scores, or those that are added to them."""
+    return [mask for mask in attention.masks if (mask.visible is not None) == filled]
 
 
-def _visible(mask: Mask, at: fx.Node) -> fx.Node:
+def _visible_node(mask: Mask, at: fx.Node) -> fx.Node:
+    """Return a mask that fills scores as a boolean node that is true where the score stays."""
     assert mask.fill is not None
     if not mask.fill <= LOWEST_FILL:
         raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough to be 0")
@@ -171,17 +186,17 @@ def _visible(mask: Mask, at: fx.Node) -> fx.Node:
 
 
 def _is_bias(mask: Mask, scope: Scope, states: States) -> bool:
-    """Whether a mask adds ordinary numbers, which hide no key."""
+    """Return whether a mask adds ordinary numbers (`mask.bounds`), which hide no key."""
     if mask.visible is not None:
         return False
-    bounds = MaskBounds(scope.given)
+    bounds = MaskBounds(scope.operands)
     return inside(bounds.of(mask.source), ORDINARY) and not is_written(bounds.read, states)
 
 
 def _rows_see_a_key(
     masks: Sequence[Mask], scope: Scope, states: States, shape: Sequence[Any]
 ) -> bool:
-    """Whether every row is proved to see its own key, or the first key, past all masks."""
+    """Return whether every row is proved to see its own key, or the first key, past all masks."""
     try:
         return sees_a_key(visible_past(masks, scope, states, shape), shape)
     except Refused:

@@ -1,4 +1,4 @@
-"""The weights of attention that a model writes out, followed back to the product of the scores."""
+"""Follow the weights of attention that a model writes out back to the product of the scores."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _DROPOUT = "dropout"
 
 @dataclass(frozen=True)
 class UnfusedScores:
-    """What is done to scores, and to the weights that a softmax makes of them, in the order of the
-    code.
+    """The operations on scores, and on the weights of their softmax, in the order of the code.
 
     Attributes:
-        product: queries and keys.
+        product: the product of queries and keys.
         nodes: the nodes from the product on, the product's first.
         scale: the factor before tanh.
         cap: the factor after tanh, or None without tanh.
-        masks: each with what it has where a score stays and the number for the others, or None
-            twice if it is added; and whether it is one of scores (B * H, S, T).
-        fills: the tensors in which the code stores those numbers.
-        heads: H, if the code makes (B, H, S, T) of those.
+        masks: for each mask its node; its truth where a score stays and the number that it fills
+            the others with, both None for a mask that is added; and whether the scores are
+            (B * H, S, T) there.
+        fills: the tensors in which the code stores the numbers that masks fill with.
+        heads: H, if the code reshapes (B * H, S, T) to (B, H, S, T) or back.
         sinks: (H,), the numbers in the scores' last column.
-        are_weights: whether these are the weights.
+        are_weights: whether the softmax was applied.
         without_sinks: whether the weights' last column is dropped.
-        difference: what makes it another computation, or None.
+        difference: why this is not attention that an op computes, or None.
     """
 
     product: Scores
@@ -66,10 +66,10 @@ class UnfusedScores:
     difference: str | None = None
 
     def scale_and_softcap(self) -> tuple[float, float | None]:
-        """The two numbers.
+        """Return the scale and the soft cap of softcap * tanh(scale * query @ key^T / softcap).
 
         Raises:
-            Refused: an engine cannot multiply by one of them.
+            Refused: one of them is a number that an engine cannot multiply by.
         """
         softcap = self.cap
         scale = self.scale if softcap is None else self.scale * softcap
@@ -78,40 +78,41 @@ class UnfusedScores:
                 raise Refused(f"its scores are multiplied by {number}")
         return scale, softcap
 
-    def but(self, difference: str) -> UnfusedScores:
+    def with_difference(self, difference: str) -> UnfusedScores:
         return replace(self, difference=self.difference or difference)
 
 
 @dataclass
 class ScoresReader:
-    """Follows scores back to the product, each node once."""
+    """A reader that follows scores back to the product, each node once."""
 
-    _known: dict[fx.Node, UnfusedScores | None] = field(default_factory=dict)
+    _scores: dict[fx.Node, UnfusedScores | None] = field(default_factory=dict)
 
     def read(self, node: Any, depth: int = 0) -> UnfusedScores | None:
-        """The scores that `node` is; None if it is not computed from a product in a known way."""
+        """Return the operations from a product to `node`; None if other operations compute it."""
         if not isinstance(node, fx.Node) or not is_tensor(node) or depth > DEPTH:
             return None
-        if node not in self._known:
-            self._known[node] = self._read(node, depth)
-        return self._known[node]
+        if node not in self._scores:
+            self._scores[node] = self._read(node, depth)
+        return self._scores[node]
 
     def _read(self, node: fx.Node, depth: int) -> UnfusedScores | None:
         if (product := product_of_scores(node)) is not None:
             return _start(product)
-        call, in_place = _call_of(node)
+        call, in_place = _canonical_call(node)
         if call is not None and call.op == "cat":
             return self._with_sinks(node, call, depth)
         if call is None or call.op not in _STEPS:
             return None
-        for place in _places(call, in_place):
-            inner = self.read(call.args[place], depth + 1)
+        for index in _score_positions(call, in_place):
+            inner = self.read(call.args[index], depth + 1)
             if inner is None:
                 continue
-            is_changed = inner.are_weights and call.op in _CHANGES
-            after = (_changed if is_changed else _STEPS[call.op])(node, inner, call, place)
-            if after is not None:
-                return replace(after, nodes=(*after.nodes, node))
+            # A mask or a factor is a step of the scores. On weights it is another computation.
+            changes_weights = inner.are_weights and call.op in _CHANGES
+            result = (_changed if changes_weights else _STEPS[call.op])(node, inner, call, index)
+            if result is not None:
+                return replace(result, nodes=(*result.nodes, node))
         return None
 
     def _with_sinks(self, node: fx.Node, call: Call, depth: int) -> UnfusedScores | None:
@@ -123,9 +124,9 @@ class ScoresReader:
             return None
         if inner.are_weights:
             return None
-        sinks, nodes = numbers_of_heads(tensors[1])
+        sinks, nodes = per_head_numbers(tensors[1])
         if sinks is None or not same(value(sinks).shape[0], value(node).shape[1]):
-            inner = inner.but("the last column of its scores is not one number a head")
+            inner = inner.with_difference("the last column of its scores is not one number a head")
         return replace(inner, sinks=sinks or tensors[1], nodes=(*inner.nodes, *nodes, node))
 
 
@@ -135,12 +136,15 @@ def _start(product: Scores) -> UnfusedScores | None:
         return None
     scores = UnfusedScores(product, product.nodes, scale)
     if not is_scale(scale):
-        scores = scores.but(f"its scores are multiplied by {scale}")
+        scores = scores.with_difference(f"its scores are multiplied by {scale}")
     return scores if product.bias is None else _with_mask(product.nodes[0], scores, product.bias)
 
 
-def _call_of(node: fx.Node) -> tuple[Call | None, bool]:
-    """The operation, of an operation in place too, and whether it is one."""
+def _canonical_call(node: fx.Node) -> tuple[Call | None, bool]:
+    """Return the canonical call of a node, and whether it works in place.
+
+    The call of an operation in place is that of the same operation out of place.
+    """
     spelling: Any = None
     if node.op == "call_function" and node.target in _OUT_OF_PLACE:
         spelling = FUNCTIONS[_OUT_OF_PLACE[node.target]]
@@ -148,27 +152,27 @@ def _call_of(node: fx.Node) -> tuple[Call | None, bool]:
         spelling = METHODS[str(node.target)[:-1]]
     if spelling is None:
         call = canonical(node)
-        drops = call is None and operation(node) in (_DROPOUT, "dropout_")
-        return Call(_DROPOUT, node.args) if drops else call, False
+        is_dropout = call is None and operation(node) in (_DROPOUT, "dropout_")
+        return Call(_DROPOUT, node.args) if is_dropout else call, False
     try:
         return spelling(*node.args, **node.kwargs), True
     except TypeError:
         return None, True
 
 
-def _places(call: Call, in_place: bool) -> tuple[int, ...]:
-    """The arguments that may be the scores."""
+def _score_positions(call: Call, in_place: bool) -> tuple[int, ...]:
+    """Return the positions of the arguments that may be the scores."""
     if call.op in ("add", "mul") and not in_place:
         return (0, 1)
     return (1, 2) if call.op == "where" else (0,)
 
 
-def _kept(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+def _identity(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
     return inner
 
 
-def _viewed(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
-    """Scores whose batch and heads become one dimension or two, or that stay as they are."""
+def _viewed(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
+    """Accept a view that joins or splits batch and heads, or that changes nothing."""
     before, after = value(call.args[0]).shape, value(node).shape
     has_sinks = inner.sinks is not None and not inner.without_sinks
     if has_sinks or not same(tuple(before[-2:]), tuple(after[-2:])):
@@ -183,52 +187,52 @@ def _viewed(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
     return replace(inner, heads=heads)
 
 
-def _scaled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
-    other = call.args[1 - place]
-    if inner.sinks is not None or not _same_shape(node, call.args[place]):
+def _scaled(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
+    other = call.args[1 - index]
+    if inner.sinks is not None or not _same_shape(node, call.args[index]):
         return None
     if is_tensor(other):
-        return inner.but("its scores are multiplied by a tensor")
+        return inner.with_difference("its scores are multiplied by a tensor")
     factor = constant(other)
     if factor is None:
         return None
     if inner.masks:
-        return inner.but("its scores are scaled after a mask is added")
+        return inner.with_difference("its scores are scaled after a mask is added")
     if not is_scale(factor):
-        done = "divided" if call.op == "div" else "multiplied"
-        return inner.but(f"its scores are {done} by {factor}")
+        verb = "divided" if call.op == "div" else "multiplied"
+        return inner.with_difference(f"its scores are {verb} by {factor}")
     factor = 1.0 / factor if call.op == "div" else factor
     if inner.cap is None:
         return replace(inner, scale=inner.scale * factor)
     return replace(inner, cap=inner.cap * factor)
 
 
-def _capped(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+def _capped(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
     if inner.are_weights:
         return None
     if inner.masks or inner.cap is not None or inner.sinks is not None:
-        return inner.but("its scores are capped after a mask is added, or twice")
+        return inner.with_difference("its scores are capped after a mask is added, or twice")
     return replace(inner, cap=1.0)
 
 
-def _added(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
-    mask = call.args[1 - place]
-    if inner.sinks is not None or not _same_shape(node, call.args[place]):
+def _added(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
+    mask = call.args[1 - index]
+    if inner.sinks is not None or not _same_shape(node, call.args[index]):
         return None
     if not isinstance(mask, fx.Node) or not is_tensor(mask):
         return None
     return _with_mask(node, inner, mask) if value(mask).is_floating_point() else None
 
 
-def _filled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
-    """masked_fill(scores, mask, fill), or torch.where with the scores at either place."""
-    mask, fill = call.args[1:] if call.op == "masked_fill" else (call.args[0], call.args[3 - place])
+def _filled(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
+    """Accept masked_fill(scores, mask, fill), or torch.where with the scores on either side."""
+    mask, fill = call.args[1:] if call.op == "masked_fill" else (call.args[0], call.args[3 - index])
     number = constant(fill)
-    if inner.sinks is not None or number is None or not _same_shape(node, call.args[place]):
+    if inner.sinks is not None or number is None or not _same_shape(node, call.args[index]):
         return None
     if not isinstance(mask, fx.Node) or value(mask).dtype != torch.bool:
         return None
-    visible = call.op == "where" and place == 1
+    visible = call.op == "where" and index == 1
     filled = _with_mask(node, inner, mask, visible, number)
     return replace(filled, fills=(*inner.fills, fill)) if is_tensor(fill) else filled
 
@@ -240,8 +244,8 @@ def _with_mask(
     return replace(inner, masks=(*inner.masks, (mask, visible, fill, is_tensor(node, dim=3))))
 
 
-def _lowered(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
-    """scores - scores.max(-1, keepdim=True), which changes neither the softmax nor gradients."""
+def _shifted(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
+    """Accept scores - scores.max(-1, keepdim=True), which changes neither softmax nor gradients."""
     if inner.are_weights:
         return None
     scores, largest = call.args
@@ -253,35 +257,35 @@ def _lowered(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unf
         nodes, largest, name = (*nodes, largest), largest.args[0], "max"
     if not isinstance(largest, fx.Node) or operation(largest) != name:
         return None
-    given = dict(zip(("input", "dim", "keepdim"), largest.args, strict=False))
-    given.update(largest.kwargs)
-    dim = given.get("dim")
+    arguments = dict(zip(("input", "dim", "keepdim"), largest.args, strict=False))
+    arguments.update(largest.kwargs)
+    dim = arguments.get("dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if given.get("input") is not scores or not given.get("keepdim"):
+    if arguments.get("input") is not scores or not arguments.get("keepdim"):
         return None
     if dim not in (-1, value(scores).dim() - 1):
         return None
     return replace(inner, nodes=(*inner.nodes, *nodes, largest))
 
 
-def _softmax(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+def _softmax(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
     if inner.are_weights:
         return None
     over_keys = inner.difference if call.args[1] == -1 else "its softmax is not over the keys"
     return replace(inner, are_weights=True, difference=over_keys)
 
 
-def _changed(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+def _changed(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
     return replace(inner, difference="its weights are changed after the softmax")
 
 
-def _dropped(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
+def _dropped(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
     difference = "it has dropout, and another kernel would drop other weights"
     return replace(inner, difference=difference) if inner.are_weights else None
 
 
-def _sliced(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
-    """Weights without the column of sinks, the last one."""
+def _sliced(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> UnfusedScores | None:
+    """Accept a slice of the weights that drops the last column, that of the sinks."""
     x, dim, start, stop, step = call.args
     is_last = dim == -1 and same((start, step, stop), (0, 1, value(x).shape[-1] - 1))
     if not is_last or not inner.are_weights or inner.without_sinks or not is_tensor(node, dim=4):
@@ -289,12 +293,15 @@ def _sliced(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unfu
     return replace(inner, without_sinks=True)
 
 
+# For each operation a function (node, scores or weights before it, call, index of the scores among
+# the call's arguments). It returns them after the operation, or None for an argument that it does
+# not follow.
 _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | None]] = {
-    **dict.fromkeys((IDENTITY, "cast", "contiguous"), _kept),
+    **dict.fromkeys((IDENTITY, "cast", "contiguous"), _identity),
     **dict.fromkeys(("view", "flatten"), _viewed),
     **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("masked_fill", "where"), _filled),
-    "tanh": _capped, "add": _added, "sub": _lowered,
+    "tanh": _capped, "add": _added, "sub": _shifted,
     "softmax": _softmax, _DROPOUT: _dropped, "slice": _sliced,
 }  # fmt: skip
 
@@ -303,8 +310,11 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     return same(tuple(value(a).shape), tuple(value(b).shape))
 
 
-def numbers_of_heads(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-    """(H,), of which a column (B, H, S, 1) has copies, and the nodes that make those."""
+def per_head_numbers(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+    """Return the (H,) of which a column (B, H, S, 1) holds copies, and the nodes between them.
+
+    Return None and no nodes if the column holds anything else.
+    """
     node: Any = column
     nodes: tuple[fx.Node, ...] = ()
     heads = value(column).shape[1]
@@ -324,9 +334,12 @@ def numbers_of_heads(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ..
 
 
 def _adds_dimensions(call: Call, source: Any) -> bool:
-    """Whether a view or cast keeps the elements of `source`, of which one dimension is not 1."""
+    """Return whether `call` only casts `source` or adds dimensions of 1 to it.
+
+    At most one dimension of `source` is not 1, so that no view can reorder its elements.
+    """
     if sum(not same(size, 1) for size in value(source).shape) > 1:
         return False
     if call.op == "getitem":
-        return all(part is None or part == slice(None) for part in call.args[1])
+        return all(item is None or item == slice(None) for item in call.args[1])
     return call.op in ("view", "unsqueeze", "cast", "contiguous", IDENTITY)

@@ -1,4 +1,4 @@
-"""The losses that the ops compute, and how cross_entropy and nll_loss are read as such."""
+"""Losses and their terms, and calls of cross_entropy and nll_loss read as losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 from ..engine.canonical import Call, canonical, is_tensor, value
 from ..engine.rewrite import Refused
-from .loss_chain import LogitsPath, chain_of, way_of
+from .loss_chain import LogitsPath, follow_back, softmax_path
 
 FUNCTIONS = ("cross_entropy", "nll_loss")
 # An ignore_index that no target has, because `gather` does not ignore any.
@@ -25,8 +25,8 @@ class TokenTerm:
         kind: "loss", with its reduction; or, per token: "log_prob" of the target, "entropy", "lse",
             "target_logit", or "total", which is the sum of the log-probabilities of all classes; or
             "mean_logit", the mean of a token's logits, weighted by their probabilities, which is
-            only known as half of an entropy.
-        chain: the way back from the input of the softmax to the logits.
+            only read as half of an entropy.
+        path: the path from the input of the softmax back to the logits.
         inner: the nodes between the input of the softmax and `node`.
         target: the class indices, a node or `JoinedTargets`; None if the term has none.
         negative: whether the term is multiplied by -1.
@@ -36,7 +36,7 @@ class TokenTerm:
 
     node: fx.Node
     kind: str
-    chain: LogitsPath
+    path: LogitsPath
     inner: tuple[fx.Node, ...] = ()
     target: Any = None
     negative: bool = False
@@ -44,22 +44,23 @@ class TokenTerm:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes between the logits and this one."""
-        return (*self.inner, *self.chain.nodes)
+        """The nodes between the logits and `node`."""
+        return (*self.inner, *self.path.nodes)
 
 
 @dataclass(frozen=True)
 class JoinedTargets:
-    """Targets that are to be joined along their first dimension by `join`, such as torch.stack."""
+    """Targets that are to be joined along their first dimension by `join`: torch.stack or cat."""
 
     join: Any
-    of: tuple[Any, ...]
+    parts: tuple[Any, ...]
 
     def nodes(self) -> list[fx.Node]:
-        return [node for one in self.of for node in nodes_of(one)]
+        return [node for part in self.parts for node in target_nodes(part)]
 
 
-def nodes_of(target: Any) -> list[fx.Node]:
+def target_nodes(target: Any) -> list[fx.Node]:
+    """Return the nodes of a target: none, one, or those of `JoinedTargets`."""
     if target is None:
         return []
     return target.nodes() if isinstance(target, JoinedTargets) else [target]
@@ -67,42 +68,42 @@ def nodes_of(target: Any) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that the ops can compute: the nodes to replace, in no order, and the ops' options."""
+    """A loss that the ops can compute: the terms to replace, in no order, and the ops' options."""
 
-    ends: tuple[TokenTerm, ...]
+    terms: tuple[TokenTerm, ...]
     class_weight: Any = None
     reduction: str = "none"
     label_smoothing: float = 0.0
 
     @property
     def node(self) -> fx.Node:
-        return self.ends[0].node
+        return self.terms[0].node
 
     @property
-    def of(self) -> TokenTerm:
-        """The end that the logits and the target are taken from."""
-        return next((end for end in self.ends if end.target is not None), self.ends[0])
+    def primary(self) -> TokenTerm:
+        """The term that the logits and the target are taken from."""
+        return next((term for term in self.terms if term.target is not None), self.terms[0])
 
     @property
-    def chain(self) -> LogitsPath:
-        return self.of.chain
+    def path(self) -> LogitsPath:
+        return self.primary.path
 
     @property
     def target(self) -> Any:
-        return self.of.target
+        return self.primary.target
 
     @property
     def ignore_index(self) -> int:
-        return NO_CLASS if self.of.ignore_index is None else self.of.ignore_index
+        return NO_CLASS if self.primary.ignore_index is None else self.primary.ignore_index
 
     @property
     def nodes(self) -> set[fx.Node]:
         """The nodes that compute the loss from the logits."""
-        return {node for end in self.ends for node in (end.node, *end.nodes)}
+        return {node for term in self.terms for node in (term.node, *term.nodes)}
 
 
-def losses(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of loss functions."""
+def loss_calls(graph: fx.Graph) -> list[fx.Node]:
+    """Return the calls of loss functions."""
     return [
         node
         for node in graph.nodes
@@ -110,60 +111,74 @@ def losses(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def read(node: fx.Node) -> Loss:
-    """The loss that `node` computes; raises Refused if the ops do not support it."""
+def read_loss(node: fx.Node) -> Loss:
+    """Return the loss that `node`, a call of a loss function, computes.
+
+    Raises:
+        Refused: an op does not support its input, its target or an option, or a value between the
+            softmax and the loss is used elsewhere.
+    """
     call = canonical(node)
     assert call is not None
-    end = called(node, call)
+    term = term_of_call(node, call)
     _, target, weight, ignore_index, reduction, *smoothing = call.args
     if value(target).is_floating_point():
         raise Refused("the target is probabilities, not the index of a class")
-    if not all(isinstance(one, (int, float)) for one in (ignore_index, *smoothing)):
+    if not all(isinstance(option, (int, float)) for option in (ignore_index, *smoothing)):
         raise Refused("an option is not known at compile time")
     if is_tensor(weight) and value(weight).requires_grad:
         raise Refused("the weight of the classes requires a gradient")
-    check_users(end.inner, {node, *end.inner})
-    return Loss((end,), weight, reduction, *map(float, smoothing))
+    check_softmax_users(term.inner, {node, *term.inner})
+    return Loss((term,), weight, reduction, *map(float, smoothing))
 
 
-def called(node: fx.Node, call: Call, tempered: bool = False) -> TokenTerm:
-    """The loss of a call of a loss function; raises Refused if its input is not that of the ops."""
+def term_of_call(node: fx.Node, call: Call, has_temperature: bool = False) -> TokenTerm:
+    """Return the loss of a call of a loss function.
+
+    Raises:
+        Refused: the logits are not rows with one target each, or the input of nll_loss is not known
+            to be log_softmax.
+    """
     logits, target, _, ignore_index, *_ = call.args
     inner: tuple[fx.Node, ...] = ()
-    start = of_classes(logits, target, tempered)
+    start = start_of_path(logits, target, has_temperature)
     if call.op == "nll_loss":
-        way = way_of(start)
-        if way is None or way.op != "log_softmax" or way.negative:
+        softmax = softmax_path(start)
+        if softmax is None or softmax.op != "log_softmax" or softmax.negative:
             raise Refused("the loss's input is not known to be log_softmax")
-        start, inner = way.start, way.nodes
-    return TokenTerm(node, "loss", chain_of(start), inner, target, ignore_index=ignore_index)
+        start, inner = softmax.start, softmax.nodes
+    return TokenTerm(node, "loss", follow_back(start), inner, target, ignore_index=ignore_index)
 
 
-def of_classes(logits: Any, target: Any, tempered: bool = False) -> LogitsPath:
-    """The start of the chain, for logits (N, V) with targets (N,), or (N, V, d) with (N, d)."""
+def start_of_path(logits: Any, target: Any, has_temperature: bool = False) -> LogitsPath:
+    """Return the path at a loss's input: (N, V) with targets (N,), or (N, V, d) with (N, d).
+
+    Raises:
+        Refused: the shapes are others, or the classes are not the last dimension in memory.
+    """
     if is_tensor(logits, dim=2) and is_tensor(target, dim=1):
-        return LogitsPath(logits, tempered=tempered)
+        return LogitsPath(logits, has_temperature=has_temperature)
     if not is_tensor(logits, dim=3) or not is_tensor(target, dim=2):
         raise Refused("the logits are not rows with one target each")
     call = canonical(logits)
     if call is None or call.op != "transpose" or call.args[1] != (-2, -1):
         raise Refused("the classes are the second dimension of the logits in memory, not the last")
-    return LogitsPath(call.args[0], (logits,), by_rows=False, tempered=tempered)
+    return LogitsPath(call.args[0], (logits,), by_rows=False, has_temperature=has_temperature)
 
 
-def check_users(inner: Any, matched: set[fx.Node]) -> None:
+def check_softmax_users(inner: Any, matched: set[fx.Node]) -> None:
     """Raise Refused if a node of `inner` has a user that is not in `matched`."""
     for node in inner:
         for user in node.users:
             if user not in matched:
                 call = canonical(node)
                 is_exp = call is not None and call.op in ("exp", "softmax")
-                what = "probabilities" if is_exp else "log-probabilities"
-                raise Refused(f"the {what} {used_by(user)}")
+                noun = "probabilities" if is_exp else "log-probabilities"
+                raise Refused(f"the {noun} {used_by(user)}")
 
 
 def used_by(user: fx.Node) -> str:
-    """How `user` uses a value: "are returned", or for example "are used by argmax too"."""
+    """Return how `user` uses a value: "are returned", or for example "are used by argmax too"."""
     node = user
     while (call := canonical(node)) is not None and call.op in _RETURNED_AS:
         if len(node.users) != 1:

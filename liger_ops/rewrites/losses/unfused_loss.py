@@ -44,41 +44,46 @@ class UnfusedLoss(Finding):
     advice: str = OTHER
 
 
-class Apart(Refused):
-    """A loss cannot be fused with its head. `advice` says what the user can do about it."""
+class NotFusable(Refused):
+    """Raised if a loss cannot be fused with its head. `advice` tells the user what to do."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
         self.advice = advice
 
 
-def returned(use: str) -> Apart:
-    """The error for logits that the graph returns."""
-    # A process that is one of several has a model with hooks of FSDP2 or DDP, where graphs end.
+def returned_logits(use: str) -> NotFusable:
+    """Return the exception for logits that the graph returns."""
+    # In a process group the model may have the hooks of FSDP2 or DDP, where graphs end.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         reason = (
             f"the logits {use}, to the code after the hooks of FSDP2 or DDP if the model has them"
         )
-        return Apart(reason, WRAPPED)
-    return Apart(f"the logits {use}", RETURNED)
+        return NotFusable(reason, WRAPPED)
+    return NotFusable(f"the logits {use}", RETURNED)
 
 
-def check_made_here(logits: fx.Node) -> None:
-    """Raise Apart if logits that need a gradient were computed outside of this graph."""
-    known = value(logits)
-    given = logits.op == "placeholder" and isinstance(known, Tensor)
-    if given and known.requires_grad and not known.is_leaf:
-        raise Apart("the logits are computed outside of the graph that has the loss", ELSEWHERE)
+def check_computed_here(logits: fx.Node) -> None:
+    """Raise NotFusable if logits that need a gradient were computed outside of this graph."""
+    example = value(logits)
+    is_input = logits.op == "placeholder" and isinstance(example, Tensor)
+    if is_input and example.requires_grad and not example.is_leaf:
+        raise NotFusable(
+            "the logits are computed outside of the graph that has the loss", ELSEWHERE
+        )
 
 
 def finding(op: str, loss: Loss, refused: Refused) -> Finding:
-    """The finding for a loss that is refused."""
+    """Return the finding for a loss that is refused."""
     return Finding(op, str(refused), source_line(loss.node), device_of(loss.node))
 
 
 def refusal(op: str, loss: Loss, refused: Refused) -> Finding:
-    """The finding for a loss that could not be fused with its head."""
-    node, logits = loss.node, value(loss.chain.logits)
+    """Return the finding for a loss that could not be fused with its head.
+
+    It is an `UnfusedLoss`, which warns, if the loss has a gradient and LEAST_CLASSES or more.
+    """
+    node, logits = loss.node, value(loss.path.logits)
     # A loss without a gradient is an evaluation, which does not need a warning.
     if value(node).requires_grad and logits.shape[-1] >= LEAST_CLASSES:
         advice = getattr(refused, "advice", OTHER)
@@ -86,14 +91,14 @@ def refusal(op: str, loss: Loss, refused: Refused) -> Finding:
     return finding(op, loss, refused)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn(findings: Iterable[Finding]) -> None:
     """Warn once for each line of user code whose training loss could not be fused."""
     for finding in findings:
-        if isinstance(finding, UnfusedLoss) and finding.where not in _told:
-            _told.add(finding.where)
+        if isinstance(finding, UnfusedLoss) and finding.where not in _warned:
+            _warned.add(finding.where)
             warnings.warn(
                 f"liger_ops: the loss at {finding.where}\nis computed from logits that are whole in"
                 f" memory: {finding.reason}. {finding.advice}",

@@ -16,7 +16,7 @@ from attention_graphs import as_it_is
 from causal_masks import causal
 from data_masks import MASKS, documents, positions, prefixes, right_padding
 from index_programs import masks
-from liger_ops.rewrites.attention.block_masks import emitted
+from liger_ops.rewrites.attention.block_masks import emit_block_mask
 from liger_ops.rewrites.attention.mask import blocks as mask_blocks
 from liger_ops.rewrites.attention.mask.algebra import Unknown, data_of
 from liger_ops.rewrites.attention.mask.blocks import dense_datum
@@ -53,7 +53,7 @@ def blocks_of(
             return module.forward
         sizes = {-4: BATCH, -3: HEADS, -2: queries, -1: keys}
         scope, emit = Scope(module.graph, functions), Emitter(output, value(node))
-        made = emitted(emit, condition, sizes, scope, torch.device("cpu"))
+        made = emit_block_mask(emit, condition, sizes, scope, torch.device("cpu"))
         output.args = ((node, *made.lists.values(), *made.data),)
         module.recompile()
         run = inner(module, inputs)

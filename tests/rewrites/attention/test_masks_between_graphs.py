@@ -163,7 +163,7 @@ def test_what_is_known_of_a_mask_goes_with_it():
     check(rewritten, function, ONES)
     assert made == ["causal", "dense", "all"]
     gc.collect()
-    assert not len(mask_outputs._known)
+    assert not len(mask_outputs._origins)
 
 
 def test_data_that_is_written_after_the_mask_was_made():

@@ -59,7 +59,7 @@ def warned(function: Callable[..., Any], *inputs: Any) -> list[str]:
     torch._dynamo.reset()
     found = Rewriter()
     torch.compile(function, backend=found)(*inputs)
-    unfused_loss._told.clear()
+    unfused_loss._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         unfused_loss.warn(found.findings)
@@ -137,7 +137,7 @@ def test_what_is_not_warned_of():
 def test_the_backend_warns():
     model = Model()
     step = lambda x, target: and_logits(model, x, target)
-    unfused_loss._told.clear()
+    unfused_loss._warned.clear()
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="the logits are returned"):
         torch.compile(step, backend=liger_ops.backend, options={"inner_backend": "eager"})(

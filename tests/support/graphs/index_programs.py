@@ -12,13 +12,13 @@ from torch import Tensor
 
 from liger_ops.rewrites.attention.mask.algebra import (
     Affine,
-    Both,
+    And,
     NonNegative,
     Not,
     Quotient,
     affine,
-    both,
-    either,
+    conjunction,
+    disjunction,
     negation,
 )
 
@@ -41,8 +41,8 @@ def value_at(value: Any, place: Sequence[int]) -> Any:
     if isinstance(value, NonNegative):
         return value_at(value.value, place) >= 0
     if isinstance(value, Not):
-        return not value_at(value.of, place)
-    if isinstance(value, Both):
+        return not value_at(value.operand, place)
+    if isinstance(value, And):
         return value_at(value.left, place) and value_at(value.right, place)
     return value_at(value.yes if value_at(value.condition, place) else value.no, place)
 
@@ -142,8 +142,8 @@ def conditions() -> st.SearchStrategy[Any]:
     return st.recursive(
         atoms,
         lambda inner: st.one_of(
-            st.builds(both, inner, inner),
-            st.builds(either, inner, inner),
+            st.builds(conjunction, inner, inner),
+            st.builds(disjunction, inner, inner),
             st.builds(negation, inner),
         ),
         max_leaves=4,

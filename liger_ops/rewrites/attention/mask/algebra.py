@@ -1,10 +1,10 @@
-"""Tensors as functions of their indices, and proofs about such functions.
+"""Tensors as functions of their indices: affine numbers, conditions and choices.
 
 Axes are counted from the right, -1 being the last, because broadcasting keeps that count. An
 integer tensor is `Affine` in its indices and in `Term`s: elements of tensors of the graph, and
 quotients. A boolean tensor is a tree of comparisons (`Condition`), and a tensor whose numbers
-depend on a condition is a `Choice`. Sizes may be symbolic: a proof holds for every size that the
-graph is compiled for, and adds no guard.
+depend on a condition is a `Choice`. Sizes may be symbolic: what is proved holds for every size that
+the graph is compiled for, and adds no guard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 Size = int | torch.SymInt
 Key = TypeVar("Key")
-LEAVES = 16
+# The most cases of a `Choice`. `lift` forms every combination of its operands' cases, so a chain of
+# operations on choices would grow without a limit.
+MAX_LEAVES = 16
 
 
 class Unknown(Exception):
@@ -32,7 +34,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """constant + sum(slopes[axis] * index[axis]) + sum(terms[term] * term)."""
+    """The number constant + sum(slopes[axis] * index[axis]) + sum(terms[term] * term)."""
 
     constant: Size | float
     slopes: Mapping[int, int]
@@ -45,8 +47,8 @@ class Affine:
     def __add__(self, other: Affine) -> Affine:
         return affine(
             self.constant + other.constant,
-            _sum(self.slopes, other.slopes),
-            _sum(self.terms, other.terms),
+            _add_coefficients(self.slopes, other.slopes),
+            _add_coefficients(self.terms, other.terms),
         )
 
     def __sub__(self, other: Affine) -> Affine:
@@ -66,25 +68,26 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Datum:
-    """The element of an integer or boolean tensor of the graph at `places`, one for each axis."""
+    """The element of an integer or boolean tensor of the graph at `indices`, one for each axis."""
 
     node: fx.Node
-    places: tuple[Affine, ...]
+    indices: tuple[Affine, ...]
 
     def __hash__(self) -> int:
+        # The indices may hold symbolic sizes, which `same` compares and no hash could.
         return hash(self.node)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Datum)
             and self.node is other.node
-            and all(map(same, self.places, other.places))
+            and all(map(same, self.indices, other.indices))
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Quotient:
-    """floor(dividend / divisor), for a positive divisor."""
+    """The integer floor(dividend / divisor), for a positive divisor."""
 
     dividend: Affine
     divisor: int
@@ -103,7 +106,7 @@ class Quotient:
 Term = Datum | Quotient
 
 
-def _sum(left: Mapping[Key, int], right: Mapping[Key, int]) -> dict[Key, int]:
+def _add_coefficients(left: Mapping[Key, int], right: Mapping[Key, int]) -> dict[Key, int]:
     return {key: left.get(key, 0) + right.get(key, 0) for key in {**left, **right}}
 
 
@@ -112,6 +115,7 @@ def affine(
     slopes: Mapping[int, int] | None = None,
     terms: Mapping[Term, int] | None = None,
 ) -> Affine:
+    """Return an `Affine` without coefficients that are 0."""
     return Affine(constant, _nonzero(slopes or {}), _nonzero(terms or {}))
 
 
@@ -120,6 +124,7 @@ def _nonzero(factors: Mapping[Key, int]) -> dict[Key, int]:
 
 
 def index(axis: int) -> Affine:
+    """Return the index along `axis` as a number."""
     return affine(0, {axis: 1})
 
 
@@ -132,25 +137,25 @@ class NonNegative:
 
 @dataclass(frozen=True, eq=False)
 class Not:
-    of: Condition
+    operand: Condition
 
 
 @dataclass(frozen=True, eq=False)
-class Both:
+class And:
     left: Condition
     right: Condition
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """`yes` where the condition holds, else `no`."""
+    """The number `yes` where the condition holds, else `no`."""
 
     condition: Condition
     yes: Number
     no: Number
 
 
-Condition = bool | NonNegative | Not | Both
+Condition = bool | NonNegative | Not | And
 Number = Affine | Choice
 Value = Number | Condition
 
@@ -159,44 +164,50 @@ def is_condition(value: Value) -> TypeIs[Condition]:
     return not isinstance(value, (Affine, Choice))
 
 
-def known(fact: bool | torch.SymBool) -> bool:
-    """Whether `fact` holds at every size. Adds no guard."""
-    return bool(statically_known_true(fact))
+def always_true(statement: bool | torch.SymBool) -> bool:
+    """Return whether `statement` holds for every value of its symbolic sizes, without a guard."""
+    return bool(statically_known_true(statement))
 
 
 def negation(condition: Condition) -> Condition:
     if isinstance(condition, bool):
         return not condition
-    return condition.of if isinstance(condition, Not) else Not(condition)
+    return condition.operand if isinstance(condition, Not) else Not(condition)
 
 
-def both(left: Condition, right: Condition) -> Condition:
+def conjunction(left: Condition, right: Condition) -> Condition:
     if isinstance(left, bool):
         return right if left else False
     if isinstance(right, bool):
         return left if right else False
-    return Both(left, right)
+    return And(left, right)
 
 
-def either(left: Condition, right: Condition) -> Condition:
-    return negation(both(negation(left), negation(right)))
+def disjunction(left: Condition, right: Condition) -> Condition:
+    return negation(conjunction(negation(left), negation(right)))
 
 
-def differ(left: Condition, right: Condition) -> Condition:
-    return either(both(left, negation(right)), both(negation(left), right))
+def exclusive_or(left: Condition, right: Condition) -> Condition:
+    return disjunction(conjunction(left, negation(right)), conjunction(negation(left), right))
 
 
 def choose(condition: Condition, yes: Any, no: Any) -> Any:
+    """Return `yes` where `condition` holds, else `no`: two conditions, or two numbers.
+
+    Raises:
+        Unknown: the result would have more than MAX_LEAVES cases.
+    """
     if isinstance(condition, bool):
         return yes if condition else no
     if is_condition(yes):
-        return either(both(condition, yes), both(negation(condition), no))
-    if sum(1 for _ in itertools.chain(leaves(yes), leaves(no))) > LEAVES:
-        raise Unknown(f"its numbers depend on more than {LEAVES} cases")
+        return disjunction(conjunction(condition, yes), conjunction(negation(condition), no))
+    if sum(1 for _ in itertools.chain(leaves(yes), leaves(no))) > MAX_LEAVES:
+        raise Unknown(f"its numbers depend on more than {MAX_LEAVES} cases")
     return Choice(condition, yes, no)
 
 
 def leaves(value: Number) -> Iterator[Affine]:
+    """Yield the number of each case of a value."""
     if isinstance(value, Choice):
         yield from leaves(value.yes)
         yield from leaves(value.no)
@@ -206,9 +217,9 @@ def leaves(value: Number) -> Iterator[Affine]:
 
 def lift(function: Callable[..., Any], *values: Number) -> Any:
     """Apply `function` to each combination of the values' cases."""
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         if isinstance(value, Choice):
-            before, after = values[:place], values[place + 1 :]
+            before, after = values[:position], values[position + 1 :]
             return choose(
                 value.condition,
                 lift(function, *before, value.yes, *after),
@@ -218,13 +229,18 @@ def lift(function: Callable[..., Any], *values: Number) -> Any:
 
 
 def number(value: Value) -> Number:
+    """Return a value as a number: 1 or 0 for a condition."""
     if isinstance(value, (Affine, Choice)):
         return value
     return choose(value, affine(1), affine(0))
 
 
 def at_least(left: Affine, right: Affine) -> Condition:
-    """left >= right. A float can be compared with constants only."""
+    """Return the condition left >= right.
+
+    Raises:
+        Unknown: a float is compared with an index or with a symbolic size.
+    """
     if isinstance(left.constant, float) or isinstance(right.constant, float):
         sides = (left.constant, right.constant)
         constants = left.is_constant and right.is_constant
@@ -238,101 +254,110 @@ def at_least(left: Affine, right: Affine) -> Condition:
 
 
 def equal(left: Affine, right: Affine) -> Condition:
-    return both(at_least(left, right), at_least(right, left))
+    """Return the condition left == right, as left >= right and right >= left."""
+    return conjunction(at_least(left, right), at_least(right, left))
 
 
 def quotient(dividend: Affine, divisor: int) -> Affine:
-    """floor(dividend / divisor)."""
+    """Return floor(dividend / divisor)."""
     if dividend.is_constant and isinstance(dividend.constant, int):
         return affine(dividend.constant // divisor)
     return affine(0, {}, {Quotient(dividend, divisor): 1})
 
 
 def truth(value: Value) -> Condition:
-    """The condition value != 0."""
+    """Return the condition value != 0."""
     if is_condition(value):
         return value
     return negation(lift(lambda x: equal(x, affine(0)), value))
 
 
-def at(value: Value, places: Mapping[int, Affine]) -> Any:
-    """The value with the index of each axis in `places` replaced, simultaneously."""
-    done: dict[int, Any] = {}
+def substitute(value: Value, indices: Mapping[int, Affine]) -> Any:
+    """Substitute `indices` for the indices of their axes in `value`, all at once.
 
-    def replaced(part: Any) -> Any:
-        if isinstance(part, bool):
-            return part
-        if id(part) not in done:
-            done[id(part)] = rebuilt(part)
-        return done[id(part)]
+    For x.transpose(-1, -2) they are {-1: index(-2), -2: index(-1)}; substituted one after the other
+    they would give x's diagonal.
+    """
+    # Conditions share subexpressions, as in `exclusive_or`: each is visited once, by identity.
+    visited: dict[int, Any] = {}
 
-    def term_at(term: Term) -> Affine:
+    def visit(expression: Any) -> Any:
+        if isinstance(expression, bool):
+            return expression
+        if id(expression) not in visited:
+            visited[id(expression)] = rebuild(expression)
+        return visited[id(expression)]
+
+    def visit_term(term: Term) -> Affine:
         if isinstance(term, Quotient):
-            return quotient(replaced(term.dividend), term.divisor)
-        return affine(0, {}, {Datum(term.node, tuple(map(replaced, term.places))): 1})
+            return quotient(visit(term.dividend), term.divisor)
+        return affine(0, {}, {Datum(term.node, tuple(map(visit, term.indices))): 1})
 
-    def rebuilt(part: Any) -> Any:
-        if isinstance(part, Affine):
-            total = affine(part.constant)
-            for axis, slope in part.slopes.items():
-                total = total + places.get(axis, index(axis)).times(slope)
-            for term, slope in part.terms.items():
-                total = total + term_at(term).times(slope)
+    def rebuild(expression: Any) -> Any:
+        if isinstance(expression, Affine):
+            total = affine(expression.constant)
+            for axis, slope in expression.slopes.items():
+                total = total + indices.get(axis, index(axis)).times(slope)
+            for term, slope in expression.terms.items():
+                total = total + visit_term(term).times(slope)
             return total
-        if isinstance(part, NonNegative):
-            return at_least(replaced(part.value), affine(0))
-        if isinstance(part, Not):
-            return negation(replaced(part.of))
-        if isinstance(part, Both):
-            return both(replaced(part.left), replaced(part.right))
-        return choose(replaced(part.condition), replaced(part.yes), replaced(part.no))
+        if isinstance(expression, NonNegative):
+            return at_least(visit(expression.value), affine(0))
+        if isinstance(expression, Not):
+            return negation(visit(expression.operand))
+        if isinstance(expression, And):
+            return conjunction(visit(expression.left), visit(expression.right))
+        return choose(visit(expression.condition), visit(expression.yes), visit(expression.no))
 
-    return replaced(value)
+    return visit(value)
 
 
 def comparisons(condition: Condition) -> Iterator[NonNegative]:
-    """The comparisons that a condition combines."""
+    """Yield the comparisons that a condition combines."""
     if isinstance(condition, NonNegative):
         yield condition
     elif isinstance(condition, Not):
-        yield from comparisons(condition.of)
-    elif isinstance(condition, Both):
+        yield from comparisons(condition.operand)
+    elif isinstance(condition, And):
         yield from comparisons(condition.left)
         yield from comparisons(condition.right)
 
 
 def _affines(value: Value) -> Iterator[Affine]:
-    """The affine functions that a value is made of, those in quotients and places included."""
-    seen: set[int] = set()
-    waiting: list[Any] = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, bool) or id(part) in seen:
+    """Yield the affine functions in a value, those in quotients and in indices of data included."""
+    visited: set[int] = set()
+    pending: list[Any] = [value]
+    while pending:
+        expression = pending.pop()
+        if isinstance(expression, bool) or id(expression) in visited:
             continue
-        seen.add(id(part))
-        if isinstance(part, Affine):
-            yield part
-            for term in part.terms:
-                waiting += term.places if isinstance(term, Datum) else [term.dividend]
+        visited.add(id(expression))
+        if isinstance(expression, Affine):
+            yield expression
+            for term in expression.terms:
+                pending += term.indices if isinstance(term, Datum) else [term.dividend]
         else:
-            waiting += vars(part).values()
+            pending += vars(expression).values()
 
 
 def axes_of(value: Value) -> set[int]:
-    """The axes whose indices the value depends on."""
-    return {axis for one in _affines(value) for axis in one.slopes}
+    """Return the axes whose indices the value depends on."""
+    return {axis for function in _affines(value) for axis in function.slopes}
 
 
 def data_of(value: Value) -> set[Datum]:
-    """The elements that the value depends on."""
-    return {term for one in _affines(value) for term in one.terms if isinstance(term, Datum)}
+    """Return the elements of tensors of the graph that the value depends on."""
+    return {
+        term for function in _affines(value) for term in function.terms if isinstance(term, Datum)
+    }
 
 
 def same(left: Affine, right: Affine) -> bool:
+    """Return whether two numbers are proved equal. An integer never equals a float here."""
     if isinstance(left.constant, float) != isinstance(right.constant, float):
         return False
     return (
         left.slopes == right.slopes
         and left.terms == right.terms
-        and known(left.constant == right.constant)
+        and always_true(left.constant == right.constant)
     )

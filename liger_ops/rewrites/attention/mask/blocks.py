@@ -23,20 +23,23 @@ Call = Callable[..., Any]
 Visible = Callable[[Any, Any, Any, Any], Any]
 
 BLOCK = 128
-# Numbers that are summed by one program.
-PART = 64
+# The numbers that one program sums in a long cumulative sum: `_running_sums`.
+SUM_LENGTH = 64
 AXES = BATCH, HEADS, QUERIES, KEYS = -4, -3, -2, -1
 
 
 def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The `call` that computes."""
+    """Call `function` at once: the `call` of code that is not written into a graph."""
     return function(*args, **kwargs)
 
 
 def dense_datum(data: Iterable[Datum]) -> Datum | None:
-    """A datum that is read at a query and a key at once, as a mask that is an input."""
+    """Return a datum that is read at a query and a key at once, as a mask that is an input.
+
+    Its tensor is a dense mask: what block masks are to avoid.
+    """
     for datum in data:
-        if {QUERIES, KEYS} <= {axis for place in datum.places for axis in axes_of(place)}:
+        if {QUERIES, KEYS} <= {axis for index in datum.indices for axis in axes_of(index)}:
             return datum
     return None
 
@@ -45,14 +48,14 @@ def block_lists(
     call: Call, visible: Visible, sizes: Mapping[int, Any], device: torch.device,
     rows: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The counts and ordered indices of blocks, int32, by the names that `BlockMask` gives them.
+    """Return the counts and ordered indices of blocks, int32, by their names in `BlockMask`.
 
     Args:
         call: calls a function, or inserts its call into a graph.
         visible: the mask. It reads no index beyond `sizes`.
-        sizes: those of the scores, by axis; 1 for a batch or heads that share a mask.
-        device: where the mask is.
-        rows: how many rows of blocks are evaluated at a time; None for all.
+        sizes: the sizes of the scores, by axis; 1 for a batch or heads that share a mask.
+        device: the device of the mask.
+        rows: the number of rows of blocks that are evaluated at a time; None for all.
     """
     blocks = {
         axis: call(operator.floordiv, call(operator.add, sizes[axis], BLOCK - 1), BLOCK)
@@ -61,95 +64,100 @@ def block_lists(
     count = _counts(call, visible, sizes, blocks, device, rows)
     full = call(operator.eq, count, BLOCK * BLOCK)
     partial = call(operator.and_, call(operator.gt, count, 0), call(operator.invert, full))
-    found: dict[str, Any] = {}
-    for kind, chosen in (("", partial), ("full_", full)):
+    lists: dict[str, Any] = {}
+    for prefix, is_listed in (("", partial), ("full_", full)):
         for side, axis in (("kv", KEYS), ("q", QUERIES)):
-            turned = chosen if axis == KEYS else call(torch.transpose, chosen, -2, -1)
+            oriented = is_listed if axis == KEYS else call(torch.transpose, is_listed, -2, -1)
             numbers = call(torch.arange, blocks[axis], device=device)
-            number, indices = _ordered(call, turned, numbers, blocks[axis])
-            found |= {f"{kind}{side}_num_blocks": number, f"{kind}{side}_indices": indices}
-    return found
+            number, indices = _ordered(call, oriented, numbers, blocks[axis])
+            lists |= {f"{prefix}{side}_num_blocks": number, f"{prefix}{side}_indices": indices}
+    return lists
 
 
 def _counts(
     call: Call, visible: Visible, sizes: Mapping[int, Any], blocks: Mapping[int, Any],
     device: torch.device, rows: int | None,
 ) -> Any:  # fmt: skip
-    """How many pairs of query and key are visible: (B, H, blocks of queries, blocks of keys)."""
+    """Count each block's visible pairs of query and key: (B, H, blocks of queries, of keys)."""
     last = {axis: call(operator.sub, sizes[axis], 1) for axis in blocks}
-    b, h = (_along(call, axis, sizes[axis], device, dims=6) for axis in (BATCH, HEADS))
+    b, h = (_arange_along(call, axis, sizes[axis], device, dims=6) for axis in (BATCH, HEADS))
     queries, k = (
         call(torch.Tensor.view, call(torch.arange, tokens, device=device), shape)
         for axis, shape in ((QUERIES, (1, 1, -1, 1, BLOCK, 1)), (KEYS, (1, 1, 1, -1, 1, BLOCK)))
         for tokens in [call(operator.mul, blocks[axis], BLOCK)]
     )
-    parts = []
+    pieces = []
     for q in [queries] if rows is None else queries.split(rows, dim=2):
-        # The last block may pass the end of the data that the mask reads.
+        # The last block may pass the end of the data that the mask reads. Indices there are clamped
+        # for the read, and their pairs are not counted: the block is never a full one.
         ends = call(operator.le, q, last[QUERIES]), call(operator.le, k, last[KEYS])
-        places = call(torch.clamp, q, max=last[QUERIES]), call(torch.clamp, k, max=last[KEYS])
-        seen = call(operator.and_, visible(b, h, *places), call(operator.and_, *ends))
-        parts.append(call(torch.sum, seen, dim=(-2, -1), dtype=torch.int32))
-    return parts[0] if rows is None else call(torch.cat, parts, 2)
+        clamped = call(torch.clamp, q, max=last[QUERIES]), call(torch.clamp, k, max=last[KEYS])
+        shown = call(operator.and_, visible(b, h, *clamped), call(operator.and_, *ends))
+        pieces.append(call(torch.sum, shown, dim=(-2, -1), dtype=torch.int32))
+    return pieces[0] if rows is None else call(torch.cat, pieces, 2)
 
 
 def unseen_queries(
     call: Call, visible: Visible, sizes: Mapping[int, Any], device: torch.device,
     rows: int | None = None,
 ) -> Any:  # fmt: skip
-    """A boolean (B, H, S): whether a query sees no key; `rows` queries are evaluated at a time.
+    """Compute whether each query sees no key, (B, H, S); `rows` queries are evaluated at a time.
 
     An axis that `visible` does not depend on may have size 1.
     """
-    b, h, q, k = (_along(call, axis, sizes[axis], device, dims=4) for axis in AXES)
-    parts = [q] if rows is None else q.split(rows, dim=2)
-    seen = [call(torch.any, visible(b, h, part, k), -1) for part in parts]
-    return call(torch.logical_not, seen[0] if rows is None else call(torch.cat, seen, -1))
+    b, h, q, k = (_arange_along(call, axis, sizes[axis], device, dims=4) for axis in AXES)
+    pieces = [q] if rows is None else q.split(rows, dim=2)
+    shown = [call(torch.any, visible(b, h, piece, k), -1) for piece in pieces]
+    return call(torch.logical_not, shown[0] if rows is None else call(torch.cat, shown, -1))
 
 
-def _along(call: Call, axis: int, size: Any, device: torch.device, dims: int) -> Any:
-    """The indices of an axis of the scores, as a tensor of so many dimensions."""
+def _arange_along(call: Call, axis: int, size: Any, device: torch.device, dims: int) -> Any:
+    """Return the indices of an axis of the scores, as a tensor of `dims` dimensions."""
     items: list[Any] = [None] * dims
     items[axis + 4] = slice(None)
     return call(operator.getitem, call(torch.arange, size, device=device), tuple(items))
 
 
 def _ordered(call: Call, blocks: Any, numbers: Any, size: Any) -> tuple[Any, Any]:
-    """The number of blocks in each row, and their indices before those of the others, int32.
+    """Return the number of listed blocks in each row, and all indices, the listed first; int32.
 
     The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
-    `blocks` has 4 dimensions; `call` calls or records a function; `numbers` counts the blocks of
-    a row, and `size` is how many they are.
+
+    Args:
+        call: calls a function, or inserts its call into a graph.
+        blocks: whether each block is listed, with 4 dimensions.
+        numbers: the indices 0, 1, ... of the blocks of a row.
+        size: the number of blocks of a row.
     """
     ranks = _running_sums(call, call(torch.Tensor.to, blocks, torch.int64), size)
     count = call(torch.narrow, ranks, -1, -1, 1)
     indices = call(torch.Tensor.expand_as, numbers, ranks)
     others = call(operator.add, count, call(operator.sub, indices, ranks))
-    places = call(torch.where, blocks, call(operator.sub, ranks, 1), others)
-    order = call(torch.scatter, call(torch.zeros_like, places), -1, places, indices)
-    count, order = (call(torch.Tensor.to, one, torch.int32) for one in (count, order))
+    positions = call(torch.where, blocks, call(operator.sub, ranks, 1), others)
+    order = call(torch.scatter, call(torch.zeros_like, positions), -1, positions, indices)
+    count, order = (call(torch.Tensor.to, result, torch.int32) for result in (count, order))
     return _packed(call, call(torch.squeeze, count, -1), 3), _packed(call, order, 4)
 
 
 def _running_sums(call: Call, x: Any, size: Any) -> Any:
-    """The cumulative sums of x's last dimension.
+    """Return the cumulative sums of x's last dimension.
 
     Inductor splits a sum of 1024 numbers over programs, and cannot compile that together with the
     code of the mask: "list indices must be integers or slices, not NoneType" (torch 2.11, 131072
-    tokens). So a long sum is one of sums of PART numbers, where the size is a number.
+    tokens). So a long sum of a fixed size is computed as sums of SUM_LENGTH numbers.
     """
-    if not isinstance(size, int) or size <= 4 * PART:
+    if not isinstance(size, int) or size <= 4 * SUM_LENGTH:
         return call(torch.cumsum, x, -1)
-    parts = call(torch.unflatten, call(F.pad, x, (0, -size % PART)), -1, (-1, PART))
-    within = call(torch.cumsum, parts, -1)
-    totals = call(torch.narrow, within, -1, PART - 1, 1)
+    pieces = call(torch.unflatten, call(F.pad, x, (0, -size % SUM_LENGTH)), -1, (-1, SUM_LENGTH))
+    within = call(torch.cumsum, pieces, -1)
+    totals = call(torch.narrow, within, -1, SUM_LENGTH - 1, 1)
     before = call(operator.sub, call(torch.cumsum, totals, -2), totals)
     sums = call(torch.flatten, call(operator.add, within, before), -2)
     return call(torch.narrow, sums, -1, 0, size)
 
 
 def _packed(call: Call, x: Any, dims: int) -> Any:
-    """`x` with the strides of a contiguous tensor, those of dimensions of size 1 included.
+    """Return `x` with the strides of a contiguous tensor, those of dimensions of size 1 included.
 
     flex_attention's kernels compute a batch's offset from the stride of the heads, also where all
     heads share a mask. Inductor may give a dimension of size 1 any stride: without this the rows

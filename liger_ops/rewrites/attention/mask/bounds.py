@@ -1,4 +1,4 @@
-"""The lowest and the highest number that a mask may hold, from the code that computes it."""
+"""Bounds of the numbers that a mask may hold, from the code that computes it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ Bounds = tuple[float, float]
 # of their sum, in the code and in kernels.
 ORDINARY: Bounds = (-1e4, 1e4)
 UNKNOWN: Bounds = (-math.inf, math.inf)
+# As in `evaluate`, the limit keeps the recursion out of a model's residual stream.
 DEPTH = 60
-_KEPT = {
+# Operations whose result holds numbers of their first argument alone, which a cast may round.
+_SAME_NUMBERS = {
     *("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "expand", "expand_as"),
     *("broadcast_to", "transpose", "swapaxes", "permute", "t", "T", "mT", "contiguous", "clone"),
     *("detach", "to", "type", "type_as", "float", "double", "half", "bfloat16", "getitem"),
@@ -36,10 +38,12 @@ _UNBOUNDED = {
 
 @dataclass
 class MaskBounds:
-    """Bounds of a graph's nodes. `outer` maps a checkpointed block's inputs to what it is given.
+    """Bounds of a graph's nodes.
 
-    `read` collects the float tensors that the bounds were derived from: they hold if none of those
-    is written in place.
+    Attributes:
+        outer: for a checkpointed block, its inputs, each with the operand of the block's call.
+        read: the float tensors that bounds were derived from; the bounds hold while none of these
+            is written in place.
     """
 
     outer: Mapping[fx.Node, Any] = field(default_factory=dict)
@@ -47,73 +51,77 @@ class MaskBounds:
     _depth: int = 0
 
     def of(self, argument: Any) -> Bounds:
-        known = value(argument)
-        if isinstance(known, (bool, int, float)):
-            return UNKNOWN if math.isnan(known) else (float(known), float(known))
-        if not isinstance(known, Tensor) or not isinstance(argument, fx.Node):
-            if isinstance(known, torch.SymFloat):
+        """Return the bounds of a number or of a tensor's elements."""
+        example = value(argument)
+        if isinstance(example, (bool, int, float)):
+            return UNKNOWN if math.isnan(example) else (float(example), float(example))
+        if not isinstance(example, Tensor) or not isinstance(argument, fx.Node):
+            if isinstance(example, torch.SymFloat):
                 # Adds the guard that it has this value.
                 number = constant(argument)
                 return UNKNOWN if number is None else self.of(number)
-            return ORDINARY if isinstance(known, torch.SymInt) else UNKNOWN
-        if known.dtype == torch.bool:
+            return ORDINARY if isinstance(example, torch.SymInt) else UNKNOWN
+        if example.dtype == torch.bool:
             return (0.0, 1.0)
-        before = set(self.read)
+        read_before = set(self.read)
         self.read.add(argument)
         self._depth += 1
-        found = self._of_numbers(argument, known) if self._depth <= DEPTH else UNKNOWN
+        result = self._derived(argument, example) if self._depth <= DEPTH else UNKNOWN
         self._depth -= 1
-        if known.is_floating_point():
-            return held(found, known.dtype)
+        if example.is_floating_point():
+            return rounded_to(result, example.dtype)
         # Integers are taken to be ordinary, whatever is written, unless the code says otherwise.
-        self.read = before
-        return found if all(map(math.isfinite, found)) else ORDINARY
+        self.read = read_before
+        return result if all(map(math.isfinite, result)) else ORDINARY
 
-    def _of_numbers(self, node: fx.Node, known: Tensor) -> Bounds:
+    def _derived(self, node: fx.Node, example: Tensor) -> Bounds:
         if node.op in ("placeholder", "get_attr"):
             if node in self.outer:
                 return self.of(self.outer[node])
-            is_learned = known.requires_grad or isinstance(known, torch.nn.Parameter)
+            is_learned = example.requires_grad or isinstance(example, torch.nn.Parameter)
             return ORDINARY if is_learned else UNKNOWN
         name = operation(node)
-        if name in _KEPT and node.args:
-            return self._of_same(node, node.args[0])
+        if name in _SAME_NUMBERS and node.args:
+            return self._of_view(node, node.args[0])
         rule = _RULES.get(name)
         if rule is not None:
             try:
                 return rule(self, *arguments(node), **node.kwargs)
             except TypeError:
                 return UNKNOWN
-        inputs = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]
+        inputs = [operand for operand in node.all_input_nodes if isinstance(value(operand), Tensor)]
         if name is None or name in _UNBOUNDED or not inputs:
             return UNKNOWN
-        return ORDINARY if all(inside(self.of(one), ORDINARY) for one in inputs) else UNKNOWN
+        return (
+            ORDINARY if all(inside(self.of(operand), ORDINARY) for operand in inputs) else UNKNOWN
+        )
 
-    def _of_same(self, node: fx.Node, x: Any) -> Bounds:
-        """The bounds of the numbers of x, which `node` has too, unless it reads their bytes."""
+    def _of_view(self, node: fx.Node, x: Any) -> Bounds:
+        """Return the bounds of x, whose numbers `node` has too unless it reads their bytes anew."""
         is_read_anew = operation(node) == "view" and value(x).dtype != value(node).dtype
         return UNKNOWN if is_read_anew else self.of(x)
 
 
-def held(bounds: Bounds, dtype: torch.dtype) -> Bounds:
-    """The bounds after rounding to `dtype`, in which a number too large is infinite or NaN."""
+def rounded_to(bounds: Bounds, dtype: torch.dtype) -> Bounds:
+    """Return the bounds after rounding to `dtype`, where a number too large is infinite or NaN."""
     most = torch.finfo(dtype).max
     low, high = bounds
     return (low if low >= -most else -math.inf, high if high <= most else math.inf)
 
 
-def inside(bounds: Bounds, of: Bounds) -> bool:
-    return of[0] <= bounds[0] and bounds[1] <= of[1]
+def inside(bounds: Bounds, outer: Bounds) -> bool:
+    return outer[0] <= bounds[0] and bounds[1] <= outer[1]
 
 
-def _union(*parts: Bounds) -> Bounds:
-    return (min(low for low, _ in parts), max(high for _, high in parts))
+def _union(*bounds: Bounds) -> Bounds:
+    return (min(low for low, _ in bounds), max(high for _, high in bounds))
 
 
-def _product(of: MaskBounds, x: Any, y: Any) -> Bounds:
-    a, b = of.of(x), of.of(y)
-    tensors = [one for one in (value(x), value(y)) if isinstance(one, Tensor)]
-    are_integers = not any(one.is_floating_point() for one in tensors)
+def _product(bounds: MaskBounds, x: Any, y: Any) -> Bounds:
+    a, b = bounds.of(x), bounds.of(y)
+    tensors = [operand for operand in (value(x), value(y)) if isinstance(operand, Tensor)]
+    are_integers = not any(operand.is_floating_point() for operand in tensors)
+    # A product of two ordinary tensors is taken to be ordinary; only a number may make it large.
     if len(tensors) == 2 or (are_integers and inside(_union(a, b), ORDINARY)):
         return ORDINARY if inside(_union(a, b), ORDINARY) else UNKNOWN
     if not all(map(math.isfinite, (*a, *b))):
@@ -123,6 +131,7 @@ def _product(of: MaskBounds, x: Any, y: Any) -> Bounds:
 
 
 def _sum(a: Bounds, b: Bounds) -> Bounds:
+    # Likewise a sum of ordinary numbers, so that a chain of sums does not leave the bounds.
     if inside(a, ORDINARY) and inside(b, ORDINARY):
         return (max(a[0] + b[0], ORDINARY[0]), min(a[1] + b[1], ORDINARY[1]))
     return (a[0] + b[0], a[1] + b[1])
@@ -132,28 +141,32 @@ def _negated(a: Bounds) -> Bounds:
     return (-a[1], -a[0])
 
 
-def _where(of: MaskBounds, first: Any, second: Any, third: Any) -> Bounds:
-    """torch.where(condition, a, b), or a.where(condition, b): a condition has bounds 0 and 1."""
+def _where(bounds: MaskBounds, first: Any, second: Any, third: Any) -> Bounds:
+    """Return the bounds of torch.where(condition, a, b), or of a.where(condition, b)."""
     if isinstance(value(first), Tensor) and value(first).dtype == torch.bool:
-        return _union(of.of(second), of.of(third))
-    return _union(of.of(first), of.of(third))
+        return _union(bounds.of(second), bounds.of(third))
+    return _union(bounds.of(first), bounds.of(third))
 
 
 _RULES: dict[str | None, Callable[..., Bounds]] = {
     "where": _where,
-    "masked_fill": lambda of, x, mask, value: _union(of.of(x), of.of(value)),
-    "add": lambda of, x, y: _sum(of.of(x), of.of(y)),
-    "sub": lambda of, x, y: _sum(of.of(x), _negated(of.of(y))),
-    "rsub": lambda of, x, y: _sum(of.of(y), _negated(of.of(x))),
+    "masked_fill": lambda bounds, x, mask, value: _union(bounds.of(x), bounds.of(value)),
+    "add": lambda bounds, x, y: _sum(bounds.of(x), bounds.of(y)),
+    "sub": lambda bounds, x, y: _sum(bounds.of(x), _negated(bounds.of(y))),
+    "rsub": lambda bounds, x, y: _sum(bounds.of(y), _negated(bounds.of(x))),
     "mul": _product,
-    "neg": lambda of, x: _negated(of.of(x)),
-    "full": lambda of, size, fill_value, **options: of.of(fill_value),
-    "new_full": lambda of, x, size, fill_value, **options: of.of(fill_value),
-    "full_like": lambda of, x, fill_value, **options: of.of(fill_value),
-    **dict.fromkeys(("tensor", "scalar_tensor"), lambda of, data, **options: of.of(data)),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda of, *_, **options: (0.0, 0.0)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda of, *_, **options: (1.0, 1.0)),
-    "arange": lambda of, *ends, **options: ORDINARY,
-    **dict.fromkeys(("triu", "tril"), lambda of, x, diagonal=0: _union(of.of(x), (0.0, 0.0))),
-    **dict.fromkeys(("cat", "stack"), lambda of, tensors, dim=0: _union(*map(of.of, tensors))),
+    "neg": lambda bounds, x: _negated(bounds.of(x)),
+    "full": lambda bounds, size, fill_value, **options: bounds.of(fill_value),
+    "new_full": lambda bounds, x, size, fill_value, **options: bounds.of(fill_value),
+    "full_like": lambda bounds, x, fill_value, **options: bounds.of(fill_value),
+    **dict.fromkeys(("tensor", "scalar_tensor"), lambda bounds, data, **options: bounds.of(data)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda bounds, *_, **options: (0.0, 0.0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda bounds, *_, **options: (1.0, 1.0)),
+    "arange": lambda bounds, *ends, **options: ORDINARY,
+    **dict.fromkeys(
+        ("triu", "tril"), lambda bounds, x, diagonal=0: _union(bounds.of(x), (0.0, 0.0))
+    ),
+    **dict.fromkeys(
+        ("cat", "stack"), lambda bounds, tensors, dim=0: _union(*map(bounds.of, tensors))
+    ),
 }

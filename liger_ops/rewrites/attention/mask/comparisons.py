@@ -1,6 +1,7 @@
-"""Comparisons of two tensors, or of a tensor and a number, in the dtype that PyTorch converts to.
+"""Rules of comparisons of two tensors, or of a tensor and a number.
 
-PyTorch also converts a number to the dtype of a tensor: as uint8, -1 is 255.
+PyTorch compares in the dtype of the result of arithmetic, and converts a number to the dtype of the
+tensor: as uint8, -1 is 255.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ if TYPE_CHECKING:
 def comparison(name: str, function: Callable[..., Value], *more: str) -> None:
     """Register the rule of a comparison of two numbers."""
 
-    def apply(of: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
+    def apply(functions: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
         dtype = torch.result_type(_typed(x), _typed(y))
-        return lift(function, *(_converted(of, one, shape_of(node), dtype) for one in (x, y)))
+        return lift(
+            function, *(_converted(functions, operand, shape_of(node), dtype) for operand in (x, y))
+        )
 
     rule(name, *more)(apply)
 
 
 def _typed(operand: Any) -> Any:
-    """A tensor or a number by which PyTorch selects a dtype, without a guard on a symbol."""
+    """Return a value by which PyTorch selects a dtype: a constant for a symbol, to add no guard."""
     example = traced(operand)
     if isinstance(example, (torch.SymInt, torch.SymFloat)):
         return 0 if isinstance(example, torch.SymInt) else 0.0
@@ -54,15 +57,15 @@ def _typed(operand: Any) -> Any:
 
 
 def _converted(
-    of: IndexFunctions, operand: Any, shape: Sequence[Size], dtype: torch.dtype
+    functions: IndexFunctions, operand: Any, shape: Sequence[Size], dtype: torch.dtype
 ) -> Number:
-    """An operand as numbers of `dtype`, such as the float32 of an integer tensor and 0.5."""
+    """Return an operand as `dtype` stores it, such as float32 for an integer tensor and 0.5."""
     example = traced(operand)
-    kept = isinstance(example, Tensor) and represents(dtype, example.dtype)
+    is_exact = isinstance(example, Tensor) and represents(dtype, example.dtype)
 
     def converted(leaf: Affine) -> Affine:
         constant = leaf.constant
-        if kept or dtype == torch.bool:
+        if is_exact or dtype == torch.bool:
             return leaf
         if leaf.is_constant and isinstance(constant, (int, float)):
             if dtype.is_floating_point:
@@ -74,7 +77,7 @@ def _converted(
             return leaf
         raise Unknown(f"it compares numbers that {dtype} may round or overflow")
 
-    return lift(converted, number(of.shaped(operand, shape)))
+    return lift(converted, number(functions.shaped(operand, shape)))
 
 
 comparison("ge", at_least, "greater_equal")

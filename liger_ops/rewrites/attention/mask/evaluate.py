@@ -1,9 +1,9 @@
-"""Evaluate the nodes of a graph as functions of their indices: masks, and their operands.
+"""Evaluate the nodes of a graph, masks and their operands, as functions of their indices.
 
 `IndexFunctions().value(node)` returns that function. It raises `Unknown`, with the reason, for an
 input of the graph, for an operation without a rule, and where arithmetic in the node's dtype could
 differ from integer arithmetic. With `data`, an integer or boolean tensor that cannot be evaluated
-is instead read: its elements are `Datum`s of the function.
+is data instead: its elements are `Datum`s of the function.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .algebra import (
     Unknown,
     Value,
     affine,
-    at,
+    always_true,
     at_least,
     axes_of,
     index,
-    known,
     lift,
     number,
     same,
+    substitute,
     truth,
 )
 from .region import everywhere
@@ -63,12 +63,17 @@ class IndexFunctions:
         self._depth = 0
 
     def value(self, node: fx.Node) -> Value:
+        """Return the function of a node.
+
+        Raises:
+            Unknown: the node has none, for the reason given.
+        """
         if node not in self._values:
             self._depth += 1
             try:
-                self._values[node] = self._found(node)
+                self._values[node] = self._evaluate(node)
             except Unknown as unknown:
-                self._values[node] = self._read(node) or Unknown(*unknown.args)
+                self._values[node] = self._as_data(node) or Unknown(*unknown.args)
             finally:
                 self._depth -= 1
         value = self._values[node]
@@ -76,29 +81,35 @@ class IndexFunctions:
             raise Unknown(*value.args)
         return value
 
-    def _read(self, node: fx.Node) -> Value | None:
-        """The elements of `node` as data, or None if it is not a plain tensor of integers."""
+    def _as_data(self, node: fx.Node) -> Value | None:
+        """Return the elements of `node` as data; None if it is no plain tensor of integers."""
         example = traced(node)
         if not self.data or not is_tensor(node) or not is_plain(example):
             return None
         if not represents(torch.int64, example.dtype):
             return None
-        places = tuple(
-            affine(0) if known(size == 1) else index(axis)
+        indices = tuple(
+            affine(0) if always_true(size == 1) else index(axis)
             for axis, size in enumerate(example.shape, start=-example.dim())
         )
-        element = affine(0, {}, {Datum(node, places): 1})
+        element = affine(0, {}, {Datum(node, indices): 1})
         return at_least(element, affine(1)) if example.dtype == torch.bool else element
 
-    def read(self, node: fx.Node) -> Iterator[fx.Node]:
-        """`node`, and every node that its value was computed from."""
-        for part in needed_by(node, end=lambda one: one not in self._values) & self._values.keys():
-            yield part
-            if part in self.operands and self.outer is not None:
-                yield from self.outer.read(self.operands[part])
+    def nodes_read(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield `node` and every node that its value was computed from.
+
+        The value is only valid while none of these is written in place.
+        """
+        for source in (
+            needed_by(node, end=lambda candidate: candidate not in self._values)
+            & self._values.keys()
+        ):
+            yield source
+            if source in self.operands and self.outer is not None:
+                yield from self.outer.nodes_read(self.operands[source])
 
     def shaped(self, argument: Any, shape: Sequence[Size]) -> Value:
-        """An operand as a function of the indices of `shape`, to which it is broadcast."""
+        """Return an operand as a function of the indices of `shape`, to which it is broadcast."""
         example = traced(argument)
         if isinstance(example, Tensor):
             return broadcast(self.value(argument), example.shape, shape)
@@ -108,7 +119,7 @@ class IndexFunctions:
             return affine(example)
         raise Unknown(f"{argument} is not a number that is known at compile time")
 
-    def _found(self, node: fx.Node) -> Value:
+    def _evaluate(self, node: fx.Node) -> Value:
         if self._depth > DEPTH:
             raise Unknown(f"it depends on more than {DEPTH} operations")
         if node.op == "placeholder" and self.outer is not None and node in self.operands:
@@ -125,42 +136,52 @@ class IndexFunctions:
             value = rule(self, node, *arguments(node), **node.kwargs)
         except TypeError:
             raise Unknown(f"{node.name} has arguments that its rule does not take") from None
-        return settled(value, example)
+        return normalised(value, example)
 
 
 def broadcast(value: Value, shape: Sequence[Size], to: Sequence[Size]) -> Value:
-    """`value`, if every axis that it depends on has the same size in both shapes."""
+    """Return `value`, a function of the indices of `shape`, as a function of the indices of `to`.
+
+    Axes are counted from the right, and an axis of size 1 is not in `value` (`normalised`), so the
+    function is the same.
+
+    Raises:
+        Unknown: an axis that it depends on is not proved to have the same size in both shapes.
+    """
     for axis in axes_of(value):
-        if -axis > len(to) or not known(shape[axis] == to[axis]):
+        if -axis > len(to) or not always_true(shape[axis] == to[axis]):
             raise Unknown(f"the sizes {tuple(shape)} and {tuple(to)} may differ")
     return value
 
 
-def settled(value: Value, example: Tensor) -> Value:
-    """The value in the tensor's dtype, without the indices of dimensions of size 1."""
-    alone = {
+def normalised(value: Value, example: Tensor) -> Value:
+    """Return the value in the tensor's dtype, with 0 for the indices of dimensions of size 1."""
+    singletons = {
         axis: affine(0)
         for axis in axes_of(value)
-        if -axis <= example.dim() and known(example.shape[axis] == 1)
+        if -axis <= example.dim() and always_true(example.shape[axis] == 1)
     }
-    value = at(value, alone) if alone else value
+    value = substitute(value, singletons) if singletons else value
     dtype = example.dtype
     if dtype == torch.bool:
         return truth(value)
-    numbers = lift(lambda leaf: held(leaf, dtype), number(value))
+    numbers = lift(lambda leaf: checked(leaf, dtype), number(value))
     return everywhere(example.shape).simplified(numbers)
 
 
-def held(leaf: Affine, dtype: torch.dtype) -> Affine:
-    """The number in `dtype`; raises Unknown where rounding or overflow might change it.
+def checked(leaf: Affine, dtype: torch.dtype) -> Affine:
+    """Return a number as `dtype` stores it.
 
     The floats that are accepted are 0, 1, -1, infinities, and those so large that only their sign
-    matters, in dtypes that have all of these, as the narrowest float with infinities does.
+    matters, in dtypes that have all of these, as float8_e5m2 does, the narrowest with infinities.
+
+    Raises:
+        Unknown: rounding or overflow might change the number.
     """
     constant, slopes = leaf.constant, leaf.slopes
     if dtype.is_floating_point:
-        is_number = isinstance(constant, (int, float)) and leaf.is_constant
-        if is_number and represents(dtype, torch.float8_e5m2):
+        is_finite_constant = isinstance(constant, (int, float)) and leaf.is_constant
+        if is_finite_constant and represents(dtype, torch.float8_e5m2):
             constant = rounded(float(constant), dtype)
             if constant in (0.0, 1.0, -1.0) or abs(constant) >= 1e30:
                 return affine(constant)
@@ -171,6 +192,8 @@ def held(leaf: Affine, dtype: torch.dtype) -> Affine:
         if dtype == torch.int64 or _is_element(leaf, dtype):
             return leaf
     elif dtype in (torch.int64, torch.int32):
+        # Sizes and indices are taken to be below 2**29 as int32 and 2**42 as int64: the products
+        # with these slopes, and the constant, do not overflow then.
         bits = torch.iinfo(dtype).bits
         small = isinstance(constant, torch.SymInt) or abs(constant) < 2 ** (bits - 2)
         if small and sum(map(abs, slopes.values())) <= (2 if bits == 32 else 2**20):
@@ -181,7 +204,7 @@ def held(leaf: Affine, dtype: torch.dtype) -> Affine:
 
 
 def _is_element(leaf: Affine, dtype: torch.dtype) -> bool:
-    """Whether the number is an element of a tensor of `dtype`, unchanged."""
+    """Return whether the number is an element of a tensor of `dtype`, unchanged."""
     return any(
         isinstance(term, Datum)
         and traced(term.node).dtype == dtype

@@ -1,4 +1,4 @@
-"""The predicate of a mask as a graph: from (b, h, i, j) and the data it reads to a boolean."""
+"""Write a condition as a graph: from (b, h, i, j) and the data that it reads to a boolean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = {-4: "b", -3: "h", -2: "i", -1: "j"}
 
 
 def integer(size: Size | float) -> int:
-    """The constant as a Python integer.
+    """Return a constant of a condition as a Python integer.
 
     Raises:
         Unknown: it is a symbolic size, which a predicate cannot hold.
@@ -26,25 +26,25 @@ def integer(size: Size | float) -> int:
 
 
 def read_tensors(condition: Condition) -> list[fx.Node]:
-    """The nodes that a predicate reads, in a fixed order."""
+    """Return the nodes that a predicate reads, in a fixed order."""
     nodes = {datum.node for datum in data_of(condition)}
     return sorted(nodes, key=lambda node: node.name)
 
 
 def predicate(condition: Condition) -> fx.GraphModule:
-    """The condition at (b, h, i, j), 0-dimensional tensors; then come the `read_tensors`."""
+    """Return a condition as a graph of (b, h, i, j), 0-dimensional tensors, and `read_tensors`."""
     graph = fx.Graph()
     indices = {axis: graph.placeholder(name) for axis, name in NAMES.items()}
     tensors = {
-        node: graph.placeholder(f"data_{place}")
-        for place, node in enumerate(read_tensors(condition))
+        node: graph.placeholder(f"data_{position}")
+        for position, node in enumerate(read_tensors(condition))
     }
-    graph.output(_Writer(graph, indices, tensors).condition(condition))
+    graph.output(PredicateWriter(graph, indices, tensors).condition(condition))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def inlined(call: Callable[..., Any], graph: fx.Graph, *inputs: Any) -> Any:
-    """Call or insert the operations of a graph."""
+    """Run a graph on `inputs` by `call`, which calls a function or inserts its call elsewhere."""
     values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in graph.nodes:
         target: Any = node.target
@@ -56,7 +56,13 @@ def inlined(call: Callable[..., Any], graph: fx.Graph, *inputs: Any) -> Any:
     return values[node.args[0]]
 
 
-class _Writer:
+class PredicateWriter:
+    """Writes the operations of a condition into a graph.
+
+    `indices` maps axes, and `tensors` nodes of the traced graph, to the placeholders of the
+    predicate. An element that is read several times is read once.
+    """
+
     def __init__(
         self, graph: fx.Graph, indices: dict[int, fx.Node], tensors: dict[fx.Node, fx.Node]
     ) -> None:
@@ -65,23 +71,28 @@ class _Writer:
         self._data: dict[Datum, Any] = {}
 
     def condition(self, condition: Condition) -> Any:
+        """Return the node of a condition."""
         call = self.call
         if isinstance(condition, bool):
+            # A tensor of the indices' device: no index is negative.
             i = self.indices[-2]
             return call(operator.ge if condition else operator.lt, i, 0)
         if isinstance(condition, NonNegative):
             return self._compare(operator.ge, condition.value)
         if isinstance(condition, Not):
-            return call(torch.logical_not, self.condition(condition.of))
+            return call(torch.logical_not, self.condition(condition.operand))
         sides = condition.left, condition.right
+        # x >= 0 and -x >= 0 is how `algebra.equal` says x == 0.
         values = [side.value for side in sides if isinstance(side, NonNegative)]
         if len(values) == 2 and same(values[0], values[1].times(-1)):
             return self._compare(operator.eq, values[0])
         return call(operator.and_, *map(self.condition, sides))
 
     def _compare(self, comparison: Any, value: Affine) -> Any:
-        """Compare the positive part of a sum with the negative part: neither can overflow where the
-        code that the graph was traced from does not."""
+        """Return the comparison of `value` with 0, as of its positive with its negative summands.
+
+        Neither side can overflow where the code that the graph was traced from does not.
+        """
         left: list[Any] = []
         right: list[Any] = []
         for axis, slope in value.slopes.items():
@@ -101,27 +112,27 @@ class _Writer:
         return self.call(operator.floordiv, self._number(term.dividend), term.divisor)
 
     def _read(self, datum: Datum) -> Any:
-        places = tuple(self._number(place) for place in datum.places)
+        indices = tuple(self._number(position) for position in datum.indices)
         tensor = self.tensors[datum.node]
-        element = self.call(operator.getitem, tensor, places) if places else tensor
+        element = self.call(operator.getitem, tensor, indices) if indices else tensor
         # Booleans do not add.
         return self.call(torch.Tensor.to, element, torch.int64)
 
     def _number(self, value: Affine) -> Any:
-        """The number as a tensor, also where it is constant: an index has to be a tensor."""
+        """Return a number as a tensor, also where it is constant: an index has to be a tensor."""
         if value.is_constant:
             zero = self.call(operator.mul, self.indices[-4], 0)
             return self.call(operator.add, zero, integer(value.constant))
-        parts = [self._scaled(self.indices[axis], slope) for axis, slope in value.slopes.items()]
-        parts += [self._scaled(self._term(term), slope) for term, slope in value.terms.items()]
+        summands = [self._scaled(self.indices[axis], slope) for axis, slope in value.slopes.items()]
+        summands += [self._scaled(self._term(term), slope) for term, slope in value.terms.items()]
         constant = integer(value.constant)
-        return self._sum([*parts, constant] if constant else parts)
+        return self._sum([*summands, constant] if constant else summands)
 
     def _scaled(self, number: Any, factor: int) -> Any:
         return number if factor == 1 else self.call(operator.mul, number, factor)
 
-    def _sum(self, parts: Sequence[Any]) -> Any:
-        total = parts[0] if parts else 0
-        for part in parts[1:]:
-            total = self.call(operator.add, total, part)
+    def _sum(self, summands: Sequence[Any]) -> Any:
+        total = summands[0] if summands else 0
+        for summand in summands[1:]:
+            total = self.call(operator.add, total, summand)
         return total

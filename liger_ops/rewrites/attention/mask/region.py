@@ -1,4 +1,4 @@
-"""Sets of indices, and what is proved of a value in the whole of one.
+"""Regions, which are sets of indices, and proofs that a condition holds in a whole region.
 
 Sizes may be symbolic: a proof holds for every size that the graph is compiled for, and adds no
 guard.
@@ -12,7 +12,7 @@ from typing import Any
 
 from .algebra import (
     Affine,
-    Both,
+    And,
     Choice,
     Condition,
     NonNegative,
@@ -20,9 +20,9 @@ from .algebra import (
     Number,
     Size,
     affine,
-    at,
-    known,
+    always_true,
     same,
+    substitute,
 )
 
 
@@ -37,55 +37,67 @@ class Frame:
     ranges: Mapping[int, tuple[int, tuple[Size, ...]]]
 
     def proves_nonnegative(self, value: Affine) -> bool:
-        value = at(value, self.indices)
+        """Return whether the least value in the frame is proved to be 0 or more."""
+        value = substitute(value, self.indices)
+        # Nothing is known of data, nor of quotients.
         if value.terms:
             return False
+        # An affine function is least at an end of each range. Every upper bound of a variable gives
+        # a lower bound of the value, and one of these lower bounds that is 0 or more is a proof.
         least: list[Any] = [value.constant]
         for variable, slope in value.slopes.items():
             low, highs = self.ranges[variable]
             ends = (low,) if slope > 0 else highs
             least = [constant + slope * end for constant in least for end in ends]
-        return any(known(constant >= 0) for constant in least)
+        return any(always_true(constant >= 0) for constant in least)
 
 
 @dataclass(frozen=True)
 class Region:
-    """A set of indices, described by one frame or several. A proof in any frame is valid."""
+    """A set of indices, described by one frame or several; a proof in any of these is valid.
+
+    Bounds of each variable alone lose how variables depend on each other. For i - j - 1 with j < i
+    they are useless in the variables i and j, and exact in j and t = i - j.
+    """
 
     frames: Sequence[Frame]
 
     def decide(self, condition: Condition) -> bool | None:
-        """True if the condition holds in the whole region, False if nowhere, None if unknown."""
-        done: dict[int, bool | None] = {}
+        """Return True if the condition holds in the whole region, False if nowhere in it.
 
-        def decided(part: Condition) -> bool | None:
-            if isinstance(part, bool):
-                return part
-            if id(part) not in done:
-                done[id(part)] = found(part)
-            return done[id(part)]
+        None means that neither is proved, and not that the condition differs between indices.
+        """
+        decided_before: dict[int, bool | None] = {}
 
-        def found(part: NonNegative | Not | Both) -> bool | None:
-            if isinstance(part, NonNegative):
-                if self.proves_nonnegative(part.value):
+        def visit(clause: Condition) -> bool | None:
+            if isinstance(clause, bool):
+                return clause
+            if id(clause) not in decided_before:
+                decided_before[id(clause)] = decide_part(clause)
+            return decided_before[id(clause)]
+
+        def decide_part(clause: NonNegative | Not | And) -> bool | None:
+            if isinstance(clause, NonNegative):
+                if self.proves_nonnegative(clause.value):
                     return True
-                below = affine(-1) - part.value
+                below = affine(-1) - clause.value
                 return False if self.proves_nonnegative(below) else None
-            if isinstance(part, Not):
-                inner = decided(part.of)
+            if isinstance(clause, Not):
+                inner = visit(clause.operand)
                 return None if inner is None else not inner
-            sides = (decided(part.left), decided(part.right))
+            sides = (visit(clause.left), visit(clause.right))
             if False in sides:
                 return False
             return None if None in sides else True
 
-        return decided(condition)
+        return visit(condition)
 
     def proves_nonnegative(self, value: Affine) -> bool:
+        """Return whether the value is proved to be 0 or more in the whole region."""
         return any(frame.proves_nonnegative(value) for frame in self.frames)
 
     def simplified(self, value: Number) -> Number:
-        """The value without choices that are decided in the whole region."""
+        """Return the value without choices that are decided in the whole region."""
         if not isinstance(value, Choice):
             return value
         decision = self.decide(value.condition)
@@ -98,6 +110,6 @@ class Region:
 
 
 def everywhere(shape: Sequence[Size]) -> Region:
-    """All indices of a tensor of this shape."""
+    """Return the region of all indices of a tensor of this shape."""
     axes = range(-len(shape), 0)
     return Region([Frame({}, {axis: (0, (shape[axis] - 1,)) for axis in axes})])

@@ -1,4 +1,4 @@
-"""A graph and the checkpointed blocks that it calls, with the masks that cross between them."""
+"""Scopes: a graph and the checkpointed blocks that it calls, between which masks are passed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from .evaluate import IndexFunctions
 
 
 class Scope:
-    """A graph, the functions of its nodes, and the scope and the call that it is called from."""
+    """A graph and the functions of its nodes; for a checkpointed block also its caller.
+
+    Attributes:
+        graph: the graph.
+        functions: the functions of its nodes.
+        outer: the scope of the graph that calls this one, or None.
+        call: the node of that graph that calls this one, or None.
+    """
 
     def __init__(
         self, graph: fx.Graph, functions: IndexFunctions,
@@ -22,45 +29,52 @@ class Scope:
         self.graph, self.functions, self.outer, self.call = graph, functions, outer, call
 
     @property
-    def given(self) -> dict[fx.Node, Any]:
-        """What each input of this graph and of those around it is given."""
-        outer = {} if self.outer is None else self.outer.given
+    def operands(self) -> dict[fx.Node, Any]:
+        """The operand of each input of this graph and of the graphs around it."""
+        outer = {} if self.outer is None else self.outer.operands
         return {**outer, **self.functions.operands}
 
     def home(self, node: fx.Node) -> tuple[Scope, fx.Node]:
-        """The scope in which a value is computed, and its node there."""
+        """Return the scope in which a value is computed, and its node there."""
         outer = self.functions.operands.get(node)
         return (self, node) if self.outer is None or outer is None else self.outer.home(outer)
 
     def inward(self, node: fx.Node) -> fx.Node:
-        """The node of this scope that has the value of `node`, which is of this or an outer scope.
+        """Return the node of this scope that has the value of `node`, of this or an outer scope.
 
-        A value of an outer scope becomes an operand of the call, unless it is one.
+        A value of an outer scope becomes a further operand of the call, unless it is one already.
         """
         if self.outer is None or self.call is None or node.graph is self.graph:
             return node
-        given = self.outer.inward(node)
+        outer_node = self.outer.inward(node)
         for inner, operand in self.functions.operands.items():
-            if operand is given:
+            if operand is outer_node:
                 return inner
-        *_, last = (one for one in self.graph.nodes if one.op == "placeholder")
+        *_, last = (inner for inner in self.graph.nodes if inner.op == "placeholder")
         with self.graph.inserting_after(last):
-            inner = self.graph.placeholder(f"liger_{given.name}")
-        inner.meta["example_value"] = given.meta["example_value"]
-        self.call.args = (*self.call.args, given)
-        self.functions.operands[inner] = given
+            inner = self.graph.placeholder(f"liger_{outer_node.name}")
+        inner.meta["example_value"] = outer_node.meta["example_value"]
+        self.call.args = (*self.call.args, outer_node)
+        self.functions.operands[inner] = outer_node
         return inner
 
 
 def scopes(graph: fx.Graph, *, data: bool = False) -> Iterator[Scope]:
-    """The graph, and each subgraph that it calls once. For `data` see `IndexFunctions`."""
+    """Yield the graph, and each checkpointed block that it calls once.
+
+    A block that is called twice may have two masks, so no input of it has one function. For `data`
+    see `IndexFunctions`.
+    """
     yield from _inner(Scope(graph, IndexFunctions(data=data)))
 
 
-def parts(graph: fx.Graph) -> list[fx.Graph]:
-    """The graph, and every graph that its module holds."""
+def all_graphs(graph: fx.Graph) -> list[fx.Graph]:
+    """Return the graph, and every graph that its module holds."""
     modules = graph.owning_module.modules() if graph.owning_module is not None else ()
-    return [graph, *(part.graph for part in modules if isinstance(part, fx.GraphModule))]
+    return [
+        graph,
+        *(submodule.graph for submodule in modules if isinstance(submodule, fx.GraphModule)),
+    ]
 
 
 def _inner(scope: Scope) -> Iterator[Scope]:
@@ -77,7 +91,7 @@ def _inner(scope: Scope) -> Iterator[Scope]:
 
 
 def _calls(graph: fx.Graph) -> list[tuple[fx.Node, fx.GraphModule]]:
-    """The calls of checkpointed blocks, each with the block's module."""
+    """Return the calls of checkpointed blocks, each with the block's module."""
     calls = []
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and (

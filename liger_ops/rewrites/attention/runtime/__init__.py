@@ -1,1 +1,1 @@
-"""Masks that are known when a graph is called: padding, and masks that cross a graph break."""
+"""Masks that only a call shows: padding, and masks that another graph computed."""

@@ -1,10 +1,10 @@
-"""Masks that a graph returns: how each was computed is kept, for the graphs that it is given to.
+"""Masks that a graph returns: remember how each was computed, for the graphs that take it.
 
 Graphs end at the hooks of FSDP2, at DDP's forward and at every graph break, and a mask that one
-graph makes is a dense tensor for the next. So a graph that returns a mask also returns a copy of
+graph computes is a dense tensor for the next. So a graph that returns a mask also returns a copy of
 the data that the mask was computed from, such as the attention_mask, and its callable registers
-under the mask, weakly, the operations that compute it and that data. `known` returns these for a
-tensor that is the same object, in the same memory, and was not written since.
+under the mask, weakly, the operations that compute it and that data. `origin_of` returns these for
+a tensor that is the same object, in the same memory, and was not written since.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .variants import is_symbolic
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-# (batch, heads, queries, keys)
+# Dimensions of a mask: (batch, heads, queries, keys).
 DIMENSIONS = 4
 
 
@@ -49,39 +49,48 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a mask was computed from. Nothing else refers to the tensors in `data`."""
+class MaskOrigin:
+    """The recipe and the data that a mask was computed from.
+
+    Attributes:
+        recipe: the operations.
+        data: copies, to which nothing else refers, so nothing can write them.
+        state: the mask's version, memory and metadata when it was computed (`_state`).
+    """
 
     recipe: Recipe
     data: tuple[Tensor, ...]
     state: tuple[Any, ...]
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # For the copies of data, which nothing writes: whether they are 1 everywhere.
 _ones: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def known(mask: Any) -> Known | None:
-    """What `mask` was computed from; None if that is unknown, or the mask was written since."""
-    found = _known.get(mask) if _is_real(mask) else None
-    return found if found is not None and found.state == _state(mask) else None
+def origin_of(mask: Any) -> MaskOrigin | None:
+    """Return the origin of `mask`; None if it is unknown, or the mask was written since."""
+    origin = _origins.get(mask) if _is_real(mask) else None
+    return origin if origin is not None and origin.state == _state(mask) else None
 
 
 def _is_real(mask: Any) -> bool:
-    """Whether a value is a tensor with data and a version."""
+    """Return whether a value is a tensor with data and a version."""
     is_tensor = isinstance(mask, Tensor) and not isinstance(mask, FakeTensor)
     return is_tensor and not mask.is_inference()
 
 
 def is_ones(tensor: Tensor) -> bool:
-    """Whether a tensor is 1 everywhere, which is looked at once for the data of a mask."""
-    found = _ones.get(tensor)
-    if found is None:
-        found = bool((tensor == 1).all())
+    """Return whether a tensor is 1 everywhere; this waits for the device.
+
+    For the data of a mask the answer is kept.
+    """
+    answer = _ones.get(tensor)
+    if answer is None:
+        answer = bool((tensor == 1).all())
         if tensor in _ones:
-            _ones[tensor] = found
-    return found
+            _ones[tensor] = answer
+    return answer
 
 
 def _state(mask: Tensor) -> tuple[Any, ...]:
@@ -92,19 +101,21 @@ def _state(mask: Tensor) -> tuple[Any, ...]:
 def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None:
     """Let the graph also return the data of the masks that it returns.
 
-    Returns what wraps the graph's callable, or None, and no change, if it returns no such mask. An
-    exception is a warning unless it is strict.
+    Return the function that wraps the compiled graph, which registers the masks. Return None, and
+    change nothing, if the graph returns no such mask. An exception is a warning unless it is
+    strict.
     """
-    found = guarded("masks", strict, _returned, module, otherwise=[])
-    if not found:
+    masks_found = guarded("masks", strict, _returned, module, otherwise=[])
+    if not masks_found:
         return None
     (output,) = module.graph.find_nodes(op="output")
     results: Any = output.args[0]
     extended, masks = list(results), []
-    for place, recipe, data in found:
-        masks.append((place, recipe, slice(len(extended), len(extended) + len(data))))
+    for position, recipe, data in masks_found:
+        masks.append((position, recipe, slice(len(extended), len(extended) + len(data))))
         extended += [
-            derive(output, torch.clone, one, memory_format=torch.contiguous_format) for one in data
+            derive(output, torch.clone, tensor, memory_format=torch.contiguous_format)
+            for tensor in data
         ]
     output.args = (tuple(extended),)
     module.recompile()
@@ -114,63 +125,71 @@ def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None
 def _recording(
     compiled: Callable[..., Any], outputs: int, masks: Sequence[tuple[int, Recipe, slice]]
 ) -> Callable[..., Any]:
-    """Run a compiled graph, register the masks that it returns, and drop its further outputs.
+    """Wrap a compiled graph: register the masks that it returns, and drop its further outputs.
 
-    The output at a place is computed by a recipe from the outputs in a slice.
+    Args:
+        compiled: the compiled graph.
+        outputs: the number of outputs that the caller expects.
+        masks: for each mask its position among the outputs, its recipe, and the slice of the
+            outputs that is its data.
     """
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
-        for place, recipe, where in masks:
-            if _is_real(mask := results[place]):
-                data = tuple(results[where])
-                _known[mask] = Known(recipe, data, _state(mask))
-                for one in data:
-                    _ones[one] = None
+        for position, recipe, data_slice in masks:
+            if _is_real(mask := results[position]):
+                data = tuple(results[data_slice])
+                _origins[mask] = MaskOrigin(recipe, data, _state(mask))
+                for tensor in data:
+                    _ones[tensor] = None
         return tuple(results[:outputs])
 
     return run
 
 
 def _returned(module: fx.GraphModule) -> list[tuple[int, Recipe, list[fx.Node]]]:
-    """The place of each mask among the outputs, its recipe and the nodes of its data."""
+    """Return the position of each mask among the outputs, its recipe and the nodes of its data."""
     (output,) = module.graph.find_nodes(op="output")
     results = output.args[0]
     if not isinstance(results, (tuple, list)):
         return []
     functions, state = IndexFunctions(data=True), GraphState(module.graph)
-    found = []
-    for place, node in enumerate(results):
+    recipes = []
+    for position, node in enumerate(results):
         if may_be_mask(node) and node.op in ("call_function", "call_method"):
             try:
-                found.append((place, *_recipe(node, functions, state)))
+                recipes.append((position, *_recipe(node, functions, state)))
             except Unknown:
                 continue
-    return found
+    return recipes
 
 
 def may_be_mask(node: Any) -> bool:
-    known = value(node)
+    example = value(node)
     return (
-        isinstance(known, FakeTensor)
-        and is_plain(known)
-        and known.dim() == DIMENSIONS
-        and not known.requires_grad
-        and (known.dtype == torch.bool or known.dtype.is_floating_point)
+        isinstance(example, FakeTensor)
+        and is_plain(example)
+        and example.dim() == DIMENSIONS
+        and not example.requires_grad
+        and (example.dtype == torch.bool or example.dtype.is_floating_point)
     )
 
 
 def _recipe(
     mask: fx.Node, functions: IndexFunctions, state: GraphState
 ) -> tuple[Recipe, list[fx.Node]]:
-    """The recipe of a mask, and the nodes of its data. Raises Unknown if there is none."""
+    """Return the recipe of a mask, and the nodes of its data.
+
+    Raises:
+        Unknown: the mask has no recipe, for the reason given.
+    """
     data = data_of(visible_keys(functions.value(mask)))
     if dense_datum(data) is not None:
         raise Unknown("it reads a dense tensor")
-    read = {one.node for one in data}
-    given = [one for one in mask.graph.nodes if one in read]
-    nodes = _between(given, mask)
-    if state.ever_written([*nodes, *given]) or any(map(state.transformed, nodes)):
+    read = {datum.node for datum in data}
+    data_nodes = [node for node in mask.graph.nodes if node in read]
+    nodes = _between(data_nodes, mask)
+    if state.ever_written([*nodes, *data_nodes]) or any(map(state.transformed, nodes)):
         raise Unknown("it is written in place")
     # Compiled, two outputs that share memory may count their writes apart.
     (output,) = mask.graph.find_nodes(op="output")
@@ -179,24 +198,28 @@ def _recipe(
         raise Unknown("it shares memory with another output")
     graph: fx.Graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for i, one in enumerate(given):
-        copies[one] = graph.placeholder(f"data_{i}")
-    for one in nodes:
-        copies[one] = graph.node_copy(one, copies.__getitem__)
-        copies[one].meta.clear()
+    for i, node in enumerate(data_nodes):
+        copies[node] = graph.placeholder(f"data_{i}")
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta.clear()
     graph.output(copies[mask])
-    about = [(str(one.dtype), one.shape, one.device) for one in map(value, [*given, mask])]
-    return Recipe(f"{graph.python_code('self').src}{about}", graph), given
+    metadata = [(str(x.dtype), x.shape, x.device) for x in map(value, [*data_nodes, mask])]
+    return Recipe(f"{graph.python_code('self').src}{metadata}", graph), data_nodes
 
 
-def _between(given: Sequence[fx.Node], mask: fx.Node) -> list[fx.Node]:
-    """The nodes that compute `mask` from `given`, in order."""
-    needed = needed_by(mask, end=given.__contains__).difference(given)
-    ordered = [one for one in mask.graph.nodes if one in needed]
-    for one in (*ordered, *given):
-        if is_symbolic(one):
+def _between(data_nodes: Sequence[fx.Node], mask: fx.Node) -> list[fx.Node]:
+    """Return the nodes that compute `mask` from `data_nodes`, in the order of the graph.
+
+    Raises:
+        Unknown: one of them has symbolic sizes, or is neither a call nor an input that is data.
+    """
+    needed = needed_by(mask, end=data_nodes.__contains__).difference(data_nodes)
+    ordered = [node for node in mask.graph.nodes if node in needed]
+    for node in (*ordered, *data_nodes):
+        if is_symbolic(node):
             raise Unknown("its sizes are symbols")
-        is_input = one in given and one.op == "placeholder"
-        if not is_input and one.op not in ("call_function", "call_method"):
-            raise Unknown(f"it is computed from {one.name}")
+        is_input = node in data_nodes and node.op == "placeholder"
+        if not is_input and node.op not in ("call_function", "call_method"):
+            raise Unknown(f"it is computed from {node.name}")
     return ordered

@@ -1,4 +1,4 @@
-"""A graph that is compiled once for each kind of data that its inputs hold."""
+"""Variants: a graph that is compiled once for each state of its inputs, such as full batches."""
 
 from __future__ import annotations
 
@@ -22,96 +22,99 @@ COMPILING = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a look at the inputs finds.
+class InputState:
+    """The properties of a batch that select a compiled variant.
 
     Attributes:
         key: equal for inputs that the same compilation serves.
-        assume: lets a copy of the graph assume it.
-        data: further inputs of that graph.
+        specialise: changes a copy of the graph into the variant for inputs in this state.
+        data: the further inputs of that variant.
     """
 
     key: Hashable
-    assume: Callable[[fx.GraphModule], Any]
+    specialise: Callable[[fx.GraphModule], Any]
     data: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
-class Look:
-    """A look at the data of some inputs of a graph, on the host.
+class InputCheck:
+    """A check of the data of some inputs of a graph, on the host, before each call.
 
     Attributes:
-        name: what a warning calls it.
-        places: the positions of these inputs, among the inputs of the graph.
-        seen: what the inputs at these positions hold.
-        every: everything that they may hold. With symbolic sizes all of it is compiled at once: a
-            later compilation could specialise a size without a guard.
+        name: its name in warnings.
+        positions: returns the positions of these inputs, among the inputs of a graph.
+        state_of: returns the state of the inputs at these positions.
+        all_states: returns every state that they may have. With symbolic sizes all variants are
+            compiled at once: a later compilation could specialise a size without a guard.
     """
 
     name: str
-    places: Callable[[fx.GraphModule], list[int]]
-    seen: Callable[[Sequence[Any], Sequence[int]], Seen]
-    every: Callable[[Sequence[int]], list[Seen]] = lambda places: []
+    positions: Callable[[fx.GraphModule], list[int]]
+    state_of: Callable[[Sequence[Any], Sequence[int]], InputState]
+    all_states: Callable[[Sequence[int]], list[InputState]] = lambda positions: []
 
     def found(self, module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
-        """The places; None with a warning if that raises an exception, unless it is strict."""
-        return guarded(self.name, strict, self.places, module, otherwise=None)
+        """Return the positions; None with a warning if that raises an exception and is not strict.
+
+        None differs from an empty list: nothing may be concluded from it.
+        """
+        return guarded(self.name, strict, self.positions, module, otherwise=None)
 
     def assume(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
-        """Let the graph be the variant for these inputs; returns its further inputs."""
-        if not (places := self.found(module)):
+        """Change the graph into the variant for these inputs, and return its further inputs."""
+        if not (positions := self.found(module)):
             return []
-        seen = self.seen(inputs, places)
-        seen.assume(module)
-        return list(seen.data)
+        state = self.state_of(inputs, positions)
+        state.specialise(module)
+        return list(state.data)
 
 
 class Variants:
-    """Looks at the inputs of each call, and runs the compilation for what it finds.
+    """A callable that checks the inputs of each call, and runs the variant for their state.
 
     A variant is compiled when it is first needed.
     """
 
     def __init__(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any], look: Look,
-        places: Sequence[int], compile_one: Compile,
+        self, module: fx.GraphModule, example_inputs: Sequence[Any], check: InputCheck,
+        positions: Sequence[int], compile_variant: Compile,
     ) -> None:  # fmt: skip
-        self._module, self._look, self._places = module, look, places
-        self._compile = compile_one
+        self._module, self._check, self._positions = module, check, positions
+        self._compile = compile_variant
         # Fake tensors, so that no batch stays in memory for a later compilation.
         self._fakes = [
-            known if isinstance(known := value(node), FakeTensor) else given
-            for node, given in zip(inputs_of(module), example_inputs, strict=True)
+            example if isinstance(example := value(node), FakeTensor) else example_input
+            for node, example_input in zip(inputs_of(module), example_inputs, strict=True)
         ]
         self._context = TracingContext.try_get()
-        self._made: dict[Hashable, Callable[..., Any]] = {}
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
         is_any_size = any(map(is_symbolic, inputs_of(module)))
-        at_once = look.every(places) if is_any_size else []
-        for seen in (look.seen(example_inputs, places), *at_once):
-            self._variant(seen, example_inputs)
+        at_once = check.all_states(positions) if is_any_size else []
+        for state in (check.state_of(example_inputs, positions), *at_once):
+            self._variant(state, example_inputs)
 
     def __call__(self, *args: Any) -> Any:
-        seen = self._look.seen(args, self._places)
-        if seen.key not in self._made:
+        state = self._check.state_of(args, self._positions)
+        if state.key not in self._compiled:
             with COMPILING, tracing(self._context):
-                self._variant(seen, self._fakes)
-        return self._made[seen.key](*args, *seen.data)
+                self._variant(state, self._fakes)
+        return self._compiled[state.key](*args, *state.data)
 
-    def _variant(self, seen: Seen, inputs: Sequence[Any]) -> None:
-        if seen.key not in self._made:
+    def _variant(self, state: InputState, inputs: Sequence[Any]) -> None:
+        if state.key not in self._compiled:
             module = duplicate(self._module)
-            seen.assume(module)
+            state.specialise(module)
             # The data itself, because the compilation may look at it.
-            self._made[seen.key] = self._compile(module, [*inputs, *seen.data])
+            self._compiled[state.key] = self._compile(module, [*inputs, *state.data])
 
 
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with graphs of its own, down to the subgraphs; tensors are shared."""
+    """Copy a module with its graph and its subgraphs; tensors are shared."""
     copied = fx.GraphModule(module, copy.deepcopy(module.graph))
     copied.meta.update(module.meta)
-    for name, part in module.named_children():
-        if isinstance(part, fx.GraphModule) and hasattr(copied, name):
-            setattr(copied, name, duplicate(part))
+    for name, submodule in module.named_children():
+        if isinstance(submodule, fx.GraphModule) and hasattr(copied, name):
+            setattr(copied, name, duplicate(submodule))
     return copied
 
 
@@ -120,15 +123,15 @@ def inputs_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_split(inputs: Sequence[Any]) -> bool:
-    """Whether these are the inputs of a part of a graph that DDP's optimizer splits.
+    """Return whether these are the inputs of a part of a graph that DDP's optimizer splits.
 
-    It gives fake tensors, and AOTAutograd raises for a part that is compiled later.
+    The optimizer passes fake tensors, and AOTAutograd raises for a part that is compiled later.
     """
-    return any(isinstance(one, FakeTensor) for one in inputs)
+    return any(isinstance(tensor, FakeTensor) for tensor in inputs)
 
 
 def is_symbolic(node: fx.Node) -> bool:
-    """Whether a node is a symbolic size, or a tensor of one."""
-    known = value(node)
-    sizes = known.shape if isinstance(known, Tensor) else [known]
+    """Return whether a node is a symbolic size, or a tensor with one."""
+    example = value(node)
+    sizes = example.shape if isinstance(example, Tensor) else [example]
     return any(isinstance(size, torch.SymInt) for size in sizes)
