@@ -27,8 +27,9 @@ def register(
         launch_backward(form, within, grad, dx, dy, plan)
 
     form: the op's inputs and options, a `DistributionLoss`. within: (M,), 1.0 for rows that count,
-    else 0.0; or None. loss: (M, V) for the reduction "none", else (M,) for the sum of each row. grad:
-    (M, V) of any strides for the reduction "none", else () with the reduction's factor included.
+    else 0.0; or None. loss: (M, V) for the reduction "none", else (M,) for the sum of each row.
+    grad: (M, V) of any strides for the reduction "none", else () with the reduction's factor
+    included.
     """
     for name, form_of in FORMS.items():
 
