@@ -33,7 +33,7 @@ def tensors(case: Any, dim: int = -1) -> Tensors:
     }
 
 
-def the_sum_as_stored(case: Any, tensors: Tensors) -> Tensors:
+def backward_sees_stored_sum(case: Any, tensors: Tensors) -> Tensors:
     s = tensors["x"] + tensors["residual"]
     return {**tensors, "x": s, "residual": torch.zeros_like(s)}
 
@@ -165,7 +165,7 @@ OPS = (
         coupled=with_weight,
         computed={"s": lambda case, tensors: tensors["x"] + tensors["residual"]},
         gradients=("x", "weight"),
-        seen_by_backward=the_sum_as_stored,
+        seen_by_backward=backward_sees_stored_sum,
         shaping=("x", "s"),
         sampled=WEIGHTED,
         cases=wide(4096, 14336, 20001, 65536, **WEIGHTED),
