@@ -244,7 +244,7 @@ def piece_elements(cost: float, left: float, row: int) -> int:
 
 
 def elementwise_plan(op: str, M: int, N: int, *tensors: Tensor | None) -> Plan:
-    """Choose the plan of an elementwise op for (M, N) and the dtypes of `tensors` on this machine."""
+    """Choose the plan of an elementwise op for the dtypes of `tensors` on this machine."""
     return tiles_plan(op, M, N, _itemsizes(*tensors), ub_bytes(), vector_cores())
 
 

@@ -21,7 +21,7 @@ from lower import TRITON_ASCEND, lower
 from plan import Planned, compiled, plan
 from toolchain import ARCH, COMPILERS, HERE, UB_BYTES, VECTOR_CORES, missing_compiler
 
-# The version of the compiler by whose code instructions are counted.
+# Instructions are counted in the code of this version of the compiler.
 NEWEST = list(COMPILERS)[-1]
 DOCUMENT = HERE.parents[1] / "docs" / "reports" / "npu.md"
 
@@ -166,11 +166,13 @@ Plans = dict[str, Planned]
 
 
 def planned(launch: Launch) -> Plans:
+    """Return the memory plan of a launch by each installed compiler."""
     mlir = lower(launch).mlir
     return {version: plan(mlir, version) for version in COMPILERS if not missing_compiler(version)}
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
     header = list(header)
     yield "| " + " | ".join(header) + " |"
     yield "| " + " | ".join("---" for _ in header) + " |"
@@ -183,12 +185,13 @@ def versions() -> list[str]:
 
 
 def tile(launch: Launch) -> str:
+    """Return rows x columns of a tile, with the columns of the kept row if there is one."""
     kept = launch.source.constants.get("KEPT") and launch.source.constants["ROW"]
     return "{}x{}".format(*launch.tile) + (f" of {kept}" if kept else "")
 
 
 def buffered(plans: Plans) -> str:
-    """How many of the loads in loops are double-buffered, in the version with the fewest."""
+    """Return how many loads in loops are double-buffered, by the compiler with the fewest."""
     worst = max(plans.values(), key=lambda found: len(found.single_buffered), default=None)
     if worst is None:
         return "-"
@@ -227,6 +230,7 @@ def by_shape(
 
 
 def most(plans: Iterable[Plans]) -> str:
+    """Return the largest share of the buffer of kernels that fit."""
     shares = [found.share for used in plans for found in used.values() if not found.overflow_bits]
     return f"{max(shares):.0%}" if shares else "-"
 
@@ -264,7 +268,7 @@ def beside_the_peer(found: Iterable[peer.Pair], plans: dict[str, Plans]) -> Iter
 
 
 def counted_rows(launches: Iterable[Launch]) -> Counts | None:
-    """The counts of all rows of a call, or None if a kernel has no final code."""
+    """Count the launches of a call, or return None if a kernel has no final code."""
     total = Counts()
     for launch in launches:
         code = compiled(lower(launch).mlir, NEWEST)[0] if not lower(launch).error else ""
@@ -290,6 +294,7 @@ def counted_beside_the_peer(found: Iterable[peer.Pair]) -> Iterator[list[object]
 
 
 def document(traffic: dict[str, float]) -> str:
+    """Return the text of npu.md. traffic: label of a call -> ratio of its traffic."""
     found = calls()
     plans = {launch.key: planned(launch) for call in found for launch in call.launches}
     lines = [

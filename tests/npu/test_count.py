@@ -1,4 +1,4 @@
-"""The instructions and bytes that are counted are those that a kernel's source says."""
+"""The counted instructions and bytes agree with the source of the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAMS = 5
 
 @triton.jit(do_not_specialize=["M"])
 def _scaled(x_ptr, y_ptr, M, N, WALKS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y = x * x, and before that WALKS - 1 sums over the row, by one program in PROGRAMS."""
+    """Compute y = x * x, after WALKS - 1 sums over the row, with PROGRAMS programs."""
     cols = tl.arange(0, BLOCK_N)
     for row in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         total = tl.zeros((BLOCK_N,), tl.float32)
@@ -53,7 +53,7 @@ def test_counts_are_those_of_the_source(needs, M, N):
 
 @triton.jit(do_not_specialize=["M"])
 def _cubed_or_zero(x_ptr, y_ptr, target_ptr, M, BLOCK_N: tl.constexpr):
-    """y = x^3 in the rows that have a target, and else 0."""
+    """Compute y = x^3 in the rows that have a target, and 0 in others."""
     cols = tl.arange(0, BLOCK_N)
     for row in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         if tl.load(target_ptr + row) < 0:
@@ -63,7 +63,7 @@ def _cubed_or_zero(x_ptr, y_ptr, target_ptr, M, BLOCK_N: tl.constexpr):
             tl.store(y_ptr + row * BLOCK_N + cols, x * x * x)
 
 
-def test_of_a_condition_on_data_the_longer_branch_is_counted(needs):
+def test_a_condition_on_data_counts_the_longer_branch(needs):
     needs(missing_compiler(NEWEST))
     M, block, x, target = 17, 1024, torch.empty(16), torch.empty(16, dtype=torch.int64)
     launch = specialised(_cubed_or_zero, (PROGRAMS,), (x, x, target, M), {"BLOCK_N": block})

@@ -85,7 +85,7 @@ def _rope_kernel(
 def rotate(
     call: Any, x: Tensor, y: Tensor | None, backward: bool, plan: Plan | None = None
 ) -> None:
-    """Write x rotated by a call's tables, or rotated back if `backward`, into y unless it is None."""
+    """Write x rotated by a call's tables, or back if `backward`, into y unless that is None."""
     if y is None or y.numel() == 0:
         return
     B, heads, S, D = x.shape
