@@ -55,9 +55,11 @@ def factor(case: Any) -> float:
 
 
 def roundings(case: Any, tensors: Tensors) -> float:
-    """The relative error of a weight of the softmax, in units of the float32 rounding errors that
-    the checks allow. A score is off by a rounding of its terms, which is a relative error of its
-    exponential; a product's operand is rounded once more, to the dtype of the inputs."""
+    """Return the relative error of a softmax's weight in units of the checks' float32 errors.
+
+    A score is off by a rounding of its terms, which is a relative error of its exponential. An
+    operand of a product is rounded once more, to the dtype of the inputs.
+    """
     scores = factor(case) * largest_norm(tensors["query"]) * largest_norm(tensors["key"])
     stored = 0.0
     if case.dtype.itemsize == 2:

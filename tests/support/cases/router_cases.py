@@ -13,7 +13,7 @@ LAYERS = tuple(f"x{i}" for i in range(8))
 
 
 def tensors(case: Any) -> Tensors:
-    """Every number of a row's logits is another one, so that rounding changes no selection."""
+    """Draw the tensors. The logits of a row all differ, so that rounding changes no selection."""
     values = drawn_for(case)
     given: Tensors = {}
     for i, name in enumerate(LAYERS):
@@ -26,6 +26,7 @@ def tensors(case: Any) -> Tensors:
         "mask": (weight != 0).to(case.dtype), "weights": weight, "none": None
     }[case.weights]  # fmt: skip
     wide = torch.promote_types(case.dtype, FP32)
+    # The last two entries of output_mask say which of dz and dprobabilities there are, at least one.
     wants = (case.output_mask[-1], case.output_mask[-2] or not case.output_mask[-1])
     given["dprobabilities"] = values.draw(case.shape[-1:], wide) if wants[0] else None
     given["dz"] = values.draw((), wide) if wants[1] else None
@@ -33,12 +34,12 @@ def tensors(case: Any) -> Tensors:
 
 
 def coupled(pick: Pick, fields: Fields) -> Fields:
-    found = drawn_rows(pick, fields)
-    return {**found, "top_k": pick([k for k in (1, 2, 8) if k <= found["shape"][-1]])}
+    rows = drawn_rows(pick, fields)
+    return {**rows, "top_k": pick([k for k in (1, 2, 8) if k <= rows["shape"][-1]])}
 
 
 def _terms(case: Any, tensors: Tensors) -> tuple[float, float, float]:
-    """The weight of all tokens, and the largest logit and lse."""
+    """Return the weight of all tokens, and bounds of the largest logit and lse."""
     rows = tensors["x0"].numel() / max(1, case.shape[-1])
     weight = tensors["token_weight"]
     weight = rows if weight is None else float(weight.double().sum())
