@@ -26,7 +26,7 @@ def tensors(case: Any) -> Tensors:
         "mask": (weight != 0).to(case.dtype), "weights": weight, "none": None
     }[case.weights]  # fmt: skip
     wide = torch.promote_types(case.dtype, FP32)
-    # The last two entries of output_mask say which of dz and dprobabilities there are, at least one.
+    # The last two entries of output_mask say whether there are dz and dprobabilities, at least one.
     wants = (case.output_mask[-1], case.output_mask[-2] or not case.output_mask[-1])
     given["dprobabilities"] = values.draw(case.shape[-1:], wide) if wants[0] else None
     given["dz"] = values.draw((), wide) if wants[1] else None

@@ -32,7 +32,7 @@ def tensors(case: Any) -> Tensors:
 
 
 def lse(case: Any, tensors: Tensors) -> float:
-    """A bound of both lse, and of the logarithms of the probabilities."""
+    """Return a bound of both lse, and of the log-probabilities."""
     cooler = min(case.temperature, case.teacher_temperature or case.temperature)
     largest = max(max_abs(tensors["student_logits"]), max_abs(tensors["teacher_logits"]))
     return largest / cooler + math.log(case.shape[-1])
@@ -107,7 +107,7 @@ def cosine_gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     ]
 
 
-# Its cases, like those of the other kinds, are launched with the forms of OPS.
+# Not in OPS: the forms of OPS launch its kernel.
 COSINE = replace(
     described("cosine"),
     output_magnitudes=cosine_output_magnitudes,

@@ -15,16 +15,16 @@ from op_under_test import OpUnderTest, Tensors, Values, laid_out
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHeadsCase(HeadCase):
-    """A drawn use of linear_divergence. mask says which tensors of the student's head, and upstream
-    which results have a gradient."""
+    """A drawn call of linear_divergence. mask says which tensors of the student's head have a
+    gradient, and upstream which results have one."""
 
-    # The teacher's: hidden size, classes, and whether it is given by its logits.
+    # The teacher's hidden size and classes, and whether the op is given its logits.
     E: int = 5
     W: int = 11
     by_logits: bool = False
-    # The rank of its LoRA, or None.
+    # The rank of the teacher's LoRA, or None.
     teacher_rank: int | None = None
-    # None for the student's.
+    # None for the student's dtype.
     teacher_dtype: torch.dtype | None = None
     teacher_bias: bool = True
     has_target: bool = True
@@ -101,7 +101,7 @@ COMMON = {
 
 
 def described(form: str, sampled: Fields, needed: int) -> OpUnderTest:
-    """Every option in use, in several chunks."""
+    """Return an entry whose sample has every option in use, and several chunks."""
     return head(
         "linear_divergence_forward",
         form=form,
@@ -129,7 +129,7 @@ def described(form: str, sampled: Fields, needed: int) -> OpUnderTest:
             ],
             common=COMMON,
         ),
-        # A whole row of each head, and two passes, with another length.
+        # A whole row of each head, and two passes over rows of different lengths.
         compiled=[
             {**COMPILED, **CAPPED, "V": V, "W": V + 32, "soft_weight": 0.5, "logit_scale": 0.5,
              "by_logits": True}

@@ -15,7 +15,7 @@ from op_under_test import Tensors, Values
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbHeadCase(HeadCase):
-    """A drawn use of linear_log_prob. upstream says which results have a gradient."""
+    """A drawn call of linear_log_prob. upstream says which results have a gradient."""
 
     upstream: tuple[bool, ...] = (True, True, True)
     return_mean_logits: bool = False
@@ -41,7 +41,8 @@ def tensors(case: LogProbHeadCase) -> Tensors:
 
 
 def in_words(**common: Any) -> Forms:
-    """Without the gradients of the head, the backward takes chunks of tokens."""
+    """Return forms of backwards with chunks of words, and of tokens, as without gradients of the
+    head."""
     return head_forms(
         {"temperature": 0.7, "softcap": 30.0},
         sizes=({"D": 512, "V": 1023}, {"D": 3584, "V": 151936}),

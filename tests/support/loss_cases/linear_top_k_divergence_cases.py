@@ -13,10 +13,10 @@ from op_under_test import DEVICE, Tensors, Values, laid_out
 
 @dataclass(frozen=True, kw_only=True)
 class TopKCase(HeadCase):
-    """A drawn use of linear_top_k_divergence. upstream says which results have a gradient, and
-    `ignored` how many tokens, and entries of the others, list no word."""
+    """A drawn call of linear_top_k_divergence. upstream says which results have a gradient, and
+    `ignored` how many tokens list no word, and how many entries of other tokens are empty."""
 
-    # Listed words of a token, at most V.
+    # The listed words of a token, at most V.
     K: int = 3
     upstream: tuple[bool, ...] = (True, True)
 
@@ -27,7 +27,7 @@ RESULTS = ("logits", "rest", "rest_error")
 
 
 def ids_of(case: TopKCase) -> torch.Tensor:
-    """Different words for each token."""
+    """Draw different words for each token; a negative id stands for no word."""
     generator = torch.Generator().manual_seed(case.seed + 3)
     order = torch.rand((*case.shape, case.V), generator=generator).argsort(-1)
     ids = order[..., : case.K]

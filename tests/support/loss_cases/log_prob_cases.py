@@ -12,6 +12,7 @@ from launch_forms import loss_forms, shapes
 from liger_ops import library
 from op_under_test import SAME, Magnitude, OpUnderTest, Tensors, Values, drawn_for, max_abs
 
+# The options that ask for further results.
 ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
 UPSTREAM = ("dlog_prob", "dentropy", "dlse")
 
@@ -31,7 +32,7 @@ def tensors(case: Any) -> Tensors:
 
 
 def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: str) -> Tensors:
-    """The gradients of the results that have one, at least that of log_prob."""
+    """Draw the gradients of the results that have one, at least one of them."""
     wanted = (mask[0] or not any(mask), *mask[1:])
     layout = layout if lse.dim() else "contiguous"
     return {
@@ -41,7 +42,7 @@ def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: 
 
 
 def sizes(case: Any, tensors: Tensors) -> tuple[float, float]:
-    """The magnitudes of lse, and of the entropy."""
+    """Return the magnitudes of lse, and of the entropy."""
     x = max_abs(tensors["logits"]) * case.logit_scale
     if case.softcap is not None:
         # The rounding error of tanh is relative to 1.
