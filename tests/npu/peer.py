@@ -174,7 +174,7 @@ def installed() -> str:
         return ""
 
 
-def pairs(found: Iterable[Call]) -> Iterator[Pair]:
+def pairs(all_calls: Iterable[Call]) -> Iterator[Pair]:
     """Yield each call in bf16 that has a peer, with the launches there."""
     # Its host code asks for the buffer and the cores in these three ways.
     os.environ["ASCEND_UB_CAPACITY_BITS"] = str(8 * UB_BYTES)
@@ -190,7 +190,7 @@ def pairs(found: Iterable[Call]) -> Iterator[Pair]:
     extension = ModuleType(f"{NEWER}.extension")
     extension.__getattr__ = lambda name: None
     sys.modules.update({NEWER: ModuleType(NEWER), extension.__name__: extension})
-    plain = [call for call in found if call.case.plain and call.case.case.dtype is BF16]
+    plain = [call for call in all_calls if call.case.plain and call.case.case.dtype is BF16]
     for op, peer in PEERS.items():
         for shape in peer.cases:
             forward, backward = (

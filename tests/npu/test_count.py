@@ -37,18 +37,18 @@ def _scaled(x_ptr, y_ptr, M, N, WALKS: tl.constexpr, BLOCK_N: tl.constexpr):
 def test_counts_are_those_of_the_source(needs, M, N):
     needs(missing_compiler(NEWEST))
     block, x = 1024, torch.empty(16)
-    found = {}
+    counts = {}
     for walks in (1, 2, 3):
         options = {"WALKS": walks, "BLOCK_N": block}
         launch = specialised(_scaled, (PROGRAMS,), (x, x, M, N), options)
-        found[walks] = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
-        assert found[walks].bytes == (walks + 1) * M * N * 4
+        counts[walks] = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
+        assert counts[walks].bytes == (walks + 1) * M * N * 4
     tiles = M * -(-N // block)
     # One multiplication of 16 instructions, and a fill of the tile that N cuts.
     filled = M * 16 if N % block else 0
-    assert found[1].instructions == tiles * 16 + filled
+    assert counts[1].instructions == tiles * 16 + filled
     # A further walk is an addition, and another such fill.
-    assert found[3].instructions - found[2].instructions == tiles * 16 + filled
+    assert counts[3].instructions - counts[2].instructions == tiles * 16 + filled
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -67,9 +67,9 @@ def test_a_condition_on_data_counts_the_longer_branch(needs):
     needs(missing_compiler(NEWEST))
     M, block, x, target = 17, 1024, torch.empty(16), torch.empty(16, dtype=torch.int64)
     launch = specialised(_cubed_or_zero, (PROGRAMS,), (x, x, target, M), {"BLOCK_N": block})
-    found = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
+    counts = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
     # Two multiplications of 16 instructions; a program makes its zeros once, before the rows.
-    assert found == Counts(instructions=M * 2 * 16 + PROGRAMS * 16, bytes=M * 2 * block * 4)
+    assert counts == Counts(instructions=M * 2 * 16 + PROGRAMS * 16, bytes=M * 2 * block * 4)
 
 
 def test_counts_are_sums():

@@ -138,8 +138,8 @@ def test_a_good_kernel_has_no_problem(needs, version):
     ],
 )
 def test_a_bad_kernel_is_seen(needs, version, kernel, block, problem):
-    found = {text.split(":")[0] for text in planned(needs, version, kernel, block).problems()}
-    assert found & set(problem.split("|")), found
+    names = {text.split(":")[0] for text in planned(needs, version, kernel, block).problems()}
+    assert names & set(problem.split("|")), names
 
 
 @each_version
@@ -148,8 +148,8 @@ def test_a_load_without_a_second_buffer_is_seen(needs, version):
         argument.replace("multi-buffer=True", "multi-buffer=False") for argument in ARGUMENTS
     )
     assert arguments != ARGUMENTS
-    found = planned(needs, version, _doubled, 2048, arguments).problems()
-    assert [text.split(":")[0] for text in found] == ["single-buffered"]
+    problems = planned(needs, version, _doubled, 2048, arguments).problems()
+    assert [text.split(":")[0] for text in problems] == ["single-buffered"]
 
 
 def test_a_kernel_that_does_not_lower_is_seen():

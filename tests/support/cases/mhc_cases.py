@@ -78,7 +78,7 @@ def coeffs_tensors(case: Any) -> Tensors:
     dtype = case.other_dtype
     # The product of a normalised row with a column of phi is about 1.
     scale = case.sharpness / (hc * C) ** 0.5
-    given: Tensors = {
+    drawn: Tensors = {
         "x": values.draw(case.shape, SAME, case.layout, case.scale),
         "phi": values.draw((hc * C, columns), dtype, case.layout, scale),
         "b": values.draw((columns,), dtype, shift=case.b_shift),
@@ -86,11 +86,11 @@ def coeffs_tensors(case: Any) -> Tensors:
     }
     forward = library.OPS["mhc_coeffs_forward"].definition
     options = (case.tmax, case.rms_eps, case.pre_eps, case.sinkhorn_eps, case.post_mult)
-    results = forward(*(given[name] for name in INPUTS), *options)
-    given.update(product=results[3], rstd=results[4])
+    results = forward(*(drawn[name] for name in INPUTS), *options)
+    drawn.update(product=results[3], rstd=results[4])
     for name, result in zip(RESULTS, results, strict=False):
-        given[f"d{name}"] = values.draw(tuple(result.shape), result.dtype, case.dy_layout)
-    return given
+        drawn[f"d{name}"] = values.draw(tuple(result.shape), result.dtype, case.dy_layout)
+    return drawn
 
 
 def logit_terms(case: Any, tensors: Tensors) -> tuple[float, float, float, float]:

@@ -24,15 +24,15 @@ def tensors(case: Any) -> Tensors:
     values, dtype = drawn_for(case), case.weight_dtype
     channels = case.shape[1] // case.groups
     terms = channels * case.kernel[0] * case.kernel[1]
-    given = {
+    drawn = {
         "scores": values.draw(case.shape, SAME, case.layout, case.scale, case.shift),
         "weight": values.draw((case.out, channels, *case.kernel), dtype, scale=terms**-0.5),
         "bias": values.draw((case.out,), dtype if case.bias else None),
     }
     form = torch.empty(case.shape, device="meta")
-    weight = torch.empty(given["weight"].shape, device="meta")
+    weight = torch.empty(drawn["weight"].shape, device="meta")
     shape = tuple(F.conv2d(form, weight, None, *convolution(case)).shape)
-    return {**given, "dy": values.draw(shape, dtype, case.dy_layout)}
+    return {**drawn, "dy": values.draw(shape, dtype, case.dy_layout)}
 
 
 def probabilities(case: Any, tensors: Tensors) -> tuple[Tensor, float]:

@@ -28,17 +28,17 @@ INPUTS = ("query", "key", "value")
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
     shape = (case.shape[0], case.key_heads, *case.shape[2:])
-    given: Tensors = {
+    drawn: Tensors = {
         "query": values.draw(case.shape, SAME, case.layout, case.scale),
         "key": values.draw(shape, SAME, case.key_layout),
         "value": values.draw(shape, SAME, case.key_layout),
     }
     forward = library.OPS["neighborhood_attention_forward"].definition
-    given["y"], given["lse"] = forward(*(given[name] for name in INPUTS), *options(case))
-    given["dy"] = values.draw(case.shape, SAME, case.dy_layout)
+    drawn["y"], drawn["lse"] = forward(*(drawn[name] for name in INPUTS), *options(case))
+    drawn["dy"] = values.draw(case.shape, SAME, case.dy_layout)
     statistics = "transposed" if case.dy_layout == "model" else case.dy_layout
-    given["dlse"] = values.draw(case.shape[:-1], given["lse"].dtype, statistics)
-    return given
+    drawn["dlse"] = values.draw(case.shape[:-1], drawn["lse"].dtype, statistics)
+    return drawn
 
 
 def options(case: Any) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ def tensors(case: Any) -> Tensors:
     if case.kind == "complex":
         # There is no complex dtype for bfloat16.
         dtype = torch.promote_types(dtype, FP32)
-    given = {
+    drawn = {
         "q": values.draw(case.shape, SAME, case.layout, case.scale),
         "k": values.draw(k_shape, SAME, case.k_layout, case.scale),
         "cos": values.draw(shape, dtype, case.table_layout, case.scale),
@@ -81,10 +81,10 @@ def tensors(case: Any) -> Tensors:
         "dk": values.draw(k_shape, SAME, case.k_layout, case.scale),
     }
     if case.kind == "complex":
-        given["cos"] = laid_out(torch.complex(given["cos"], given["sin"]), case.table_layout)
+        drawn["cos"] = laid_out(torch.complex(drawn["cos"], drawn["sin"]), case.table_layout)
     if case.kind != "real":
-        given["sin"] = None
-    return given
+        drawn["sin"] = None
+    return drawn
 
 
 def largest_turn(tensors: Tensors) -> float:

@@ -97,17 +97,19 @@ def loss_call(
     case = case_of(op, V, dtype, **({"chunk_bytes": 64} if OPS[name].case_type else {}) | fields)
     # Values are drawn on the CPU.
     with torch.device("cpu"):
-        given = op.public_arguments(case)
-    if given.get("target") is not None:
-        given["target"][0] = given["ignore_index"]
+        arguments = op.public_arguments(case)
+    if arguments.get("target") is not None:
+        arguments["target"][0] = arguments["ignore_index"]
     for side, rank in (("", "rank"), ("student_", "rank"), ("teacher_", "teacher_rank")):
-        if given.get(f"{side}x") is not None and getattr(case, rank):
-            a, b = (torch.randn(n, dtype=dtype) for n in ((2, given[f"{side}x"].shape[-1]), (V, 2)))
+        if arguments.get(f"{side}x") is not None and getattr(case, rank):
+            a, b = (
+                torch.randn(n, dtype=dtype) for n in ((2, arguments[f"{side}x"].shape[-1]), (V, 2))
+            )
             of_side = {f"{side}lora_a": a, f"{side}lora_b": b}
-            given |= of_side if side == "teacher_" else {n: leaf(x) for n, x in of_side.items()}
-            given[f"{side}lora_scale"] = 0.7
-    inputs = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
-    return inputs, {n: x for n, x in given.items() if n not in inputs and x is not None}
+            arguments |= of_side if side == "teacher_" else {n: leaf(x) for n, x in of_side.items()}
+            arguments[f"{side}lora_scale"] = 0.7
+    inputs = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+    return inputs, {n: x for n, x in arguments.items() if n not in inputs and x is not None}
 
 
 def dims_of_call(

@@ -51,7 +51,7 @@ def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
     *leading, V = case.shape
     positive = {"scale": 0.2, "shift": 5.0}
-    given: Tensors = {
+    drawn: Tensors = {
         "logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "target": targets(case),
         "weight": values.draw((V,), case.weight_dtype, **positive),
@@ -59,16 +59,16 @@ def tensors(case: Any) -> Tensors:
         "num_items_in_batch": torch.tensor(7, device=DEVICE) if case.has_items else None,
     }
     forward = library.OPS["cross_entropy_forward"].definition
-    results = forward(*given.values(), *(getattr(case, name) for name in OPTIONS))
-    loss, _, given["lse"], _, given["total_weight"], *_, given["lse_error"] = results
+    results = forward(*drawn.values(), *(getattr(case, name) for name in OPTIONS))
+    loss, _, drawn["lse"], _, drawn["total_weight"], *_, drawn["lse_error"] = results
     dtype = loss.dtype
     layout = case.dy_layout if loss.dim() else "contiguous"
-    given["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
+    drawn["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
     # output_mask says which of the other incoming gradients are present.
     for name, wanted in zip(("dz_loss", "dlse", "dtarget_logit"), case.output_mask, strict=True):
         shape = tuple(loss.shape) if name == "dz_loss" else tuple(leading)
-        given[name] = values.draw(shape, dtype if wanted else None)
-    return given
+        drawn[name] = values.draw(shape, dtype if wanted else None)
+    return drawn
 
 
 def scaled(case: Any, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +98,8 @@ def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     if case.reduction != "none":
         divisor = 1.0
         if case.reduction == "mean":
-            given = tensors["num_items_in_batch"]
-            divisor = float(tensors["total_weight"] if given is None else given) or 1.0
+            number = tensors["num_items_in_batch"]
+            divisor = float(tensors["total_weight"] if number is None else number) or 1.0
         per_token = [float(value.sum()) / divisor for value in per_token]
     else:
         per_token = [float(value.max()) for value in per_token]
@@ -122,8 +122,8 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     }
     divisor = 1.0
     if case.reduction == "mean":
-        given = tensors["num_items_in_batch"]
-        divisor = float(tensors["total_weight"] if given is None else given) or 1.0
+        number = tensors["num_items_in_batch"]
+        divisor = float(tensors["total_weight"] if number is None else number) or 1.0
     lse = float(x.max()) + float(torch.log(torch.tensor(float(x.shape[-1]))))
     count = float(tokens.max() * classes.max()) / divisor
     loss, z_loss, dlse, dtarget_logit = (float(size) for size in sizes.values())

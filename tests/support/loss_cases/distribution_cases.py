@@ -57,14 +57,14 @@ def tensors(case: Any) -> Tensors:
     first = laid_out(first.to(case.dtype), case.layout)
     other = case.dtype if case.second_dtype == SAME else case.second_dtype
     second = laid_out(second.to(other), case.dy_layout)
-    given: Tensors = dict(zip(names(case.op), (first, second), strict=False))
+    drawn: Tensors = dict(zip(names(case.op), (first, second), strict=False))
     if case.op != "kl_div":
-        given["shift_labels"] = None if case.ignored is None else targets(case)
+        drawn["shift_labels"] = None if case.ignored is None else targets(case)
     elementwise = case.reduction == "none" and case.op != "jsd"
     of_loss = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     layout = case.dy_layout if elementwise else "contiguous"
-    given["dloss"] = values.draw(case.shape if elementwise else (), of_loss, layout)
-    return given
+    drawn["dloss"] = values.draw(case.shape if elementwise else (), of_loss, layout)
+    return drawn
 
 
 def size(case: Any, tensors: Tensors) -> float:

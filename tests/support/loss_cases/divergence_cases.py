@@ -17,18 +17,18 @@ RESULTS = NAMES.split()
 
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
-    given: Tensors = {
+    drawn: Tensors = {
         "student_logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "teacher_logits": values.draw(case.shape, case.teacher_dtype, case.dy_layout, case.scale),
         "target": None if case.ignored is None else targets(case),
     }
     forward = library.OPS["divergence_forward"].definition
     options = (case.kind, case.beta, case.temperature, case.teacher_temperature, case.ignore_index)
-    given.update(zip(RESULTS, forward(*given.values(), *options), strict=True))
-    value = given["divergence"]
+    drawn.update(zip(RESULTS, forward(*drawn.values(), *options), strict=True))
+    value = drawn["divergence"]
     layout = case.dy_layout if value.dim() else "contiguous"
-    given["ddivergence"] = values.draw(tuple(value.shape), value.dtype, layout)
-    return given
+    drawn["ddivergence"] = values.draw(tuple(value.shape), value.dtype, layout)
+    return drawn
 
 
 def lse(case: Any, tensors: Tensors) -> float:

@@ -111,17 +111,17 @@ UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
 
 def tensors(case: HeadCase) -> Tensors:
-    given: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
-    values, lora = list(given.values())[: len(INPUTS)], {name: given[name] for name in LORA}
+    drawn: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
+    values, lora = list(drawn.values())[: len(INPUTS)], {name: drawn[name] for name in LORA}
     forward = library.OPS["linear_cross_entropy_forward"].definition
-    outputs = forward(*values, *options_of(case), gradient_mask=gradient_mask(case, given), **lora)
-    given["lse"], given["total_weight"], given["lse_error"] = outputs[2], outputs[4], outputs[7]
+    outputs = forward(*values, *options_of(case), gradient_mask=gradient_mask(case, drawn), **lora)
+    drawn["lse"], drawn["total_weight"], drawn["lse_error"] = outputs[2], outputs[4], outputs[7]
     values = Values(case.seed + 1)
     for name, output in zip(UPSTREAM, outputs, strict=False):
-        given[name] = values.draw(tuple(output.shape), output.dtype)
+        drawn[name] = values.draw(tuple(output.shape), output.dtype)
         if output.dim():
-            given[name] = laid_out(given[name], case.dy_layout)
-    return given
+            drawn[name] = laid_out(drawn[name], case.dy_layout)
+    return drawn
 
 
 # All sizes differ, because tracing would treat equal ones as one size. There are several chunks of

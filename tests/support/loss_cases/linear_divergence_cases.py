@@ -55,7 +55,7 @@ def tensors(case: TwoHeadsCase) -> Tensors:
     values = Values(case.seed + 1)
     dtype = case.teacher_dtype or case.dtype
     hidden = None if case.by_logits else dtype
-    given: Tensors = {
+    drawn: Tensors = {
         "student_x": x,
         "student_weight": weight,
         "teacher_x": values.draw((*case.shape, case.E), hidden, "contiguous", case.scale),
@@ -72,21 +72,21 @@ def tensors(case: TwoHeadsCase) -> Tensors:
     }
     wide = None if case.by_logits or case.teacher_rank is None else dtype
     rank = case.teacher_rank or 1
-    given["teacher_lora_x"] = values.draw((*case.shape, rank), wide, "contiguous", case.scale)
-    given["teacher_lora_b"] = values.draw((case.W, rank), wide)
+    drawn["teacher_lora_x"] = values.draw((*case.shape, rank), wide, "contiguous", case.scale)
+    drawn["teacher_lora_b"] = values.draw((case.W, rank), wide)
     for name in ("teacher_x", "teacher_logits", "teacher_lora_x"):
-        if case.shape and given[name] is not None:
-            given[name] = laid_out(given[name], case.layout)
+        if case.shape and drawn[name] is not None:
+            drawn[name] = laid_out(drawn[name], case.layout)
     op = OPS[0]
-    outputs = op.definition(*op.forward_args(replace(case, mask=(False,) * 5), given))
-    given["statistics"] = outputs[3]
+    outputs = op.definition(*op.forward_args(replace(case, mask=(False,) * 5), drawn))
+    drawn["statistics"] = outputs[3]
     for name, wanted, output in zip(UPSTREAM, case.upstream, outputs, strict=False):
-        given[name] = None
+        drawn[name] = None
         if wanted and output is not None:
-            given[name] = values.draw(tuple(output.shape), output.dtype)
+            drawn[name] = values.draw(tuple(output.shape), output.dtype)
             if output.dim():
-                given[name] = laid_out(given[name], case.dy_layout)
-    return given
+                drawn[name] = laid_out(drawn[name], case.dy_layout)
+    return drawn
 
 
 HARD = {"hard_weight": 0.5, "temperature": 0.7}

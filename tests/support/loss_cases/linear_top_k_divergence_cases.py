@@ -41,17 +41,17 @@ def ids_of(case: TopKCase) -> torch.Tensor:
 
 def tensors(case: TopKCase) -> Tensors:
     x, weight, _, bias, *_ = tensors_of(case)
-    given: Tensors = dict(zip(INPUTS, (x, weight, ids_of(case), bias), strict=True))
-    given.update(zip(LORA, lora_of(case), strict=True))
+    drawn: Tensors = dict(zip(INPUTS, (x, weight, ids_of(case), bias), strict=True))
+    drawn.update(zip(LORA, lora_of(case), strict=True))
     op = OPS[0]
-    given.update(zip(RESULTS, op.definition(*op.forward_args(case, given)), strict=True))
+    drawn.update(zip(RESULTS, op.definition(*op.forward_args(case, drawn)), strict=True))
     values = Values(case.seed + 1)
     for name, result, wanted in zip(UPSTREAM, RESULTS, case.upstream, strict=False):
-        shape, dtype = tuple(given[result].shape), given[result].dtype
-        drawn = values.draw(shape, dtype if wanted else None)
+        shape, dtype = tuple(drawn[result].shape), drawn[result].dtype
+        gradient = values.draw(shape, dtype if wanted else None)
         layout = case.dy_layout if shape else "contiguous"
-        given[name] = None if drawn is None else laid_out(drawn, layout)
-    return given
+        drawn[name] = None if gradient is None else laid_out(gradient, layout)
+    return drawn
 
 
 OPS = (

@@ -19,16 +19,16 @@ UPSTREAM = ("dlog_prob", "dentropy", "dlse")
 
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
-    given: Tensors = {
+    drawn: Tensors = {
         "logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "target": targets(case),
     }
     forward = library.OPS["log_prob_forward"].definition
     options = (case.temperature, case.softcap, case.logit_scale, case.ignore_index)
-    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(*given.values(), *options)
+    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = forward(*drawn.values(), *options)
     # output_mask says which results have a gradient.
-    given.update(upstream(case.output_mask, given["lse"], values, case.dy_layout))
-    return given
+    drawn.update(upstream(case.output_mask, drawn["lse"], values, case.dy_layout))
+    return drawn
 
 
 def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: str) -> Tensors:

@@ -22,8 +22,8 @@ def assert_is_what_trainers_write(case: Any) -> None:
     leaves = [x.detach().requires_grad_() for x in two]
     labels = tensors.get("shift_labels")
     labels = None if labels is None else labels.reshape(-1)
-    given = leaves if case.op == "kl_div" else [*leaves, labels]
-    ours = getattr(liger_ops, case.op)(*given, *options(case))
+    inputs = leaves if case.op == "kl_div" else [*leaves, labels]
+    ours = getattr(liger_ops, case.op)(*inputs, *options(case))
     theirs = written(case, *leaves, labels)
     weight = torch.randn_like(ours)
     grads = [torch.autograd.grad(loss, leaves, weight) for loss in (ours, theirs)]
