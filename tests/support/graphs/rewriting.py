@@ -160,9 +160,9 @@ def _copied(inputs: Sequence[Any], widest: torch.dtype | None = None) -> list[An
             return value
         dtype = widest if widest is not None and value.is_floating_point() else value.dtype
         # Keep the strides, unlike a clone of a view.
-        copy = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
-        copy.copy_(value.detach())
-        return copy.requires_grad_(value.requires_grad)
+        duplicate = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
+        duplicate.copy_(value.detach())
+        return duplicate.requires_grad_(value.requires_grad)
 
     return pytree.tree_map(copied, list(inputs))
 
