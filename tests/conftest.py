@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 
 from paths import SUPPORT
 
-# Failed assertions in shared code then report as much as those in tests.
+# So that failed assertions in shared code report as much as those in tests.
 pytest.register_assert_rewrite(*({file.stem for file in SUPPORT.rglob("*.py")} - {"paths"}))
 
-# Those tests run in the environment of triton-ascend: see `make test-npu`.
+# The tests in npu/ run in the environment of triton-ascend: see `make test-npu`.
 collect_ignore = ["npu"]
 
 COMMON = {
@@ -51,15 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     os.environ["LIGER_OPS_TEST_DEVICE"] = device
     if not hasattr(config, "workerinput"):
-        # An earlier run's code may be of other formulas: PyTorch's caches ignore those of autograd.
+        # A new cache for each run: PyTorch's keys ignore autograd formulas, and the code of an
+        # earlier run may be of other formulas.
         cache = tempfile.TemporaryDirectory(prefix="torchinductor_", ignore_cleanup_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
         config.add_cleanup(cache.cleanup)
-    # Otherwise Inductor compiles PyTorch's headers three times to ask what the compiler knows, for
-    # 6 s in each empty cache.
+    # Otherwise Inductor compiles PyTorch's headers three times to find the compiler's vector
+    # instructions, which takes 6 s in each empty cache.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    # Triton reads this when a kernel is defined.
-    # LIGER_OPS_SIMULATED_NPU=1 runs what --device npu runs on the simulated device.
+    # LIGER_OPS_SIMULATED_NPU=1 runs the tests of --device npu on the simulated device. Triton reads
+    # TRITON_INTERPRET when a kernel is defined.
     simulated = device == "npu" and os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"
     os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" or simulated else "0"
     if device == "cpu" or simulated:
@@ -92,8 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare the tests two kinds of work that nobody needs: the collector's passes over imported
-    modules, and the records of torch's structured traces, which pytest would capture."""
+    """Avoid needless work in the tests: the garbage collector's passes over imported modules, and
+    the records of torch's structured traces, which pytest would capture."""
     import torch  # noqa: F401  # sets up its loggers
 
     logging.getLogger("torch.__trace").propagate = True
@@ -119,7 +120,7 @@ def simulated_device() -> Iterator[None]:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """A device mesh with this process alone."""
+    """Return a device mesh with this process alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -130,7 +131,7 @@ def mesh() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def without_tf32() -> Iterator[None]:
-    """On a GPU, let convolutions of float32 have float32's precision."""
+    """Let convolutions of float32 have float32's precision on a GPU."""
     import torch
 
     before = torch.backends.cudnn.allow_tf32

@@ -25,7 +25,7 @@ def _embedding_chunks_kernel(
     words_ptr, order_ptr, dy_ptr, dweight_ptr, partial_ptr, n, N, V, padding, chunks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # BLOCK_M is the number of rows in a chunk.
+    # BLOCK_M is the number of rows in a chunk. A work item is a chunk and a block of columns.
     across = tl.cdiv(N, BLOCK_N)
     for item in tl.range(tl.program_id(0).to(tl.int64), chunks * across, tl.num_programs(0)):
         sum_chunk(
@@ -54,6 +54,7 @@ def embedding(call: Any, y: Tensor, plan: Plan | None) -> None:
 
 @library.kernel("embedding_backward", "npu")
 def embedding_backward(call: Any, dweight: Tensor, plan: Plan | None) -> None:
+    # The kernels write the rows of the words that occur.
     dweight.zero_()
     if call.dy.numel() == 0:
         return

@@ -15,7 +15,7 @@ import liger_ops.lowering.npu as npu
 from liger_ops import library
 from liger_ops.lowering.npu import tiling
 from liger_ops.lowering.npu.attention import multi_token_attention
-from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, Groups, Plan
+from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, GroupShape, Plan
 
 UB_BYTES = st.sampled_from((65536, 131072, 196608, 262144))
 ITEMSIZES = st.sampled_from(({2}, {4}, {2, 4}))
@@ -56,12 +56,14 @@ def test_rows_fit(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: in
 
 @pytest.mark.parametrize("op", GROUP_OPS)
 @given(
-    shape=st.builds(Groups, st.integers(1, 99999), st.integers(1, 64), SIZES, SIZES),
+    shape=st.builds(GroupShape, st.integers(1, 99999), st.integers(1, 64), SIZES, SIZES),
     itemsizes=ITEMSIZES,
     ub_bytes=UB_BYTES,
     cores=CORES,
 )
-def test_groups_fit(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, cores: int) -> None:
+def test_groups_fit(
+    op: str, shape: GroupShape, itemsizes: set[int], ub_bytes: int, cores: int
+) -> None:
     plan = tiling.groups_plan(op, shape, itemsizes, ub_bytes, cores)
     assert_fits(op, plan, shape.fits(plan), itemsizes, ub_bytes)
 

@@ -1,4 +1,4 @@
-"""Compare two copies of docs/reports/npu.md in what they say about this project's kernels.
+"""Compare the rows about this project's kernels in two copies of docs/reports/npu.md.
 
     python tests/npu/compare.py RECORDED FOUND
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PEERS = "## Beside "
-# In the tables of peers: the op, its columns, the direction, and the tile and the buffer here.
+# Cells of a peer's table that are this project's: op, columns, direction, tile and buffer.
 OWN_CELLS = 5
 
 
@@ -39,6 +39,7 @@ def differences(recorded: str, found: str) -> list[str]:
 
 
 def main(recorded: str, found: str) -> int:
+    """Print the differences of two files; return 1 if there are any."""
     lines = differences(Path(recorded).read_text(), Path(found).read_text())
     if lines:
         print("npu.md does not say what was found; `make test-npu` has written it anew:")

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def needs() -> Callable[[str], None]:
-    """Stop the test that calls this with the reason why a tool is missing; '' stops nothing."""
+    """Return a function that stops the test if it is given a reason, such as a missing tool."""
 
     def stop(reason: str) -> None:
         if reason and os.environ.get("LIGER_OPS_NPU_REQUIRE_ALL"):

@@ -70,6 +70,8 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True, order=True)
 class Counts:
+    """Vector instructions, and bytes moved between global memory and the Unified Buffer."""
+
     instructions: int = 0
     bytes: int = 0
 
@@ -82,18 +84,26 @@ class Counts:
 
 @dataclass
 class Operation:
+    """A line of code, with the operations of its regions."""
+
     line: str
     regions: list[list[Operation]] = field(default_factory=list)
 
 
 def count(launch: Launch, code: str) -> Counts:
-    """The sum over all programs of a launch, by its final code."""
+    """Count the instructions and bytes of all programs of a launch by its final code."""
     kernel = _Kernel(code)
     programs = (kernel.run(launch, program) for program in range(math.prod(launch.grid)))
     return functools.reduce(operator.add, programs)
 
 
 class _Kernel:
+    """The final code of a kernel, evaluated for one program at a time.
+
+    `values` maps a name in the code to an integer, to a buffer as (elements, bits of each), or to
+    None if it depends on data.
+    """
+
     def __init__(self, code: str) -> None:
         self.maps = {name: _affine(*parts) for name, *parts in _MAP.findall(code)}
         lines = [line.strip() for line in code.splitlines()]
@@ -107,15 +117,16 @@ class _Kernel:
 
     def run(self, launch: Launch, program: int) -> Counts:
         # Three pointers come first: two to workspace, and one for synchronisation.
-        given = [None] * 3 + list(launch.arguments) + [*launch.grid, 1, 1][:3]
+        arguments = [None] * 3 + list(launch.arguments) + [*launch.grid, 1, 1][:3]
         values = {}
-        for (name, type), value in zip(self.parameters, given, strict=True):
+        for (name, type), value in zip(self.parameters, arguments, strict=True):
             values[name] = _size(type) if type.startswith("memref") else value
         return self._region(self.body, values, program)[0]
 
     def _region(
         self, region: Sequence[Operation], values: dict[str, Any], program: int
     ) -> tuple[Counts, list[str]]:
+        """Count a region; also return the names of the values that it yields."""
         total = Counts()
         yielded: list[str] = []
         for operation in region:
@@ -126,6 +137,7 @@ class _Kernel:
             elif right.startswith("scf.if"):
                 condition = values[_NAME.search(right)[0]]
                 taken = operation.regions
+                # A condition on data, None, takes the branch with more instructions.
                 if condition is not None:
                     taken = taken[:1] if condition else taken[1:]
                 branches = [self._region(inside, values, program) for inside in taken]
@@ -157,7 +169,8 @@ class _Kernel:
         pairs = re.findall(r"(%\w+) = (%[\w#]+)", carried or "")
         state = [values.get(source) for _, source in pairs]
         turns = range(first, end, step)
-        # All turns but the first and the last are alike, unless they pass on a number.
+        # All turns but the first and the last are alike, unless the loop carries an integer: three
+        # turns are then evaluated for all.
         middle = len(turns) - 2
         alike = middle > 1 and not any(isinstance(value, int) for value in state)
         total = Counts()
@@ -171,7 +184,7 @@ class _Kernel:
         return total
 
     def _value(self, right: str, values: dict[str, Any], program: int) -> Any:
-        """The value of an integer, the form of a buffer, or None."""
+        """Return the value of an integer, the (elements, bits) of a buffer, or None."""
         if match := _CONSTANT.match(right):
             return {"true": 1, "false": 0}.get(match[1]) if match[1][0] in "tf" else int(match[1])
         if right.startswith("hivm.hir.get_block_idx"):
@@ -205,13 +218,13 @@ class _Kernel:
             return values[source]
         lists = re.findall(r"\[(.*?)\]", right.partition(" : ")[0])
         sizes = [size.strip() for size in lists[1].split(",")] if lists[1] else []
-        known = [values[size] if size[0] == "%" else int(size) for size in sizes]
-        return math.prod(known), values[source][1]
+        lengths = [values[size] if size[0] == "%" else int(size) for size in sizes]
+        return math.prod(lengths), values[source][1]
 
 
 def _parsed(lines: Sequence[str], i: int) -> tuple[list[Operation], int]:
-    """The operations of a region that starts at line i, and the line that closes it."""
-    found: list[Operation] = []
+    """Return the operations of a region that starts at line i, and the index of its last line."""
+    operations: list[Operation] = []
     while not lines[i].startswith("}"):
         if not lines[i]:
             i += 1
@@ -220,12 +233,13 @@ def _parsed(lines: Sequence[str], i: int) -> tuple[list[Operation], int]:
         while lines[i].endswith("{"):
             region, i = _parsed(lines, i + 1)
             operation.regions.append(region)
-        found.append(operation)
+        operations.append(operation)
         i += 1
-    return found, i
+    return operations, i
 
 
 def _affine(dims: str, symbols: str, results: str) -> Callable[[Sequence[int]], list[int]]:
+    """Return an affine map as a function of its operands."""
     names = [name.strip() for part in (dims, symbols) for name in part.split(",") if name]
     text = re.sub(r"(\S+|\([^()]*\)) ceildiv (\S+)", r"-(-(\1) // (\2))", results)
     text = text.replace("floordiv", "//").replace("mod", "%")
@@ -234,13 +248,14 @@ def _affine(dims: str, symbols: str, results: str) -> Callable[[Sequence[int]], 
 
 
 def _size(type: str) -> tuple[int | None, int]:
-    """The elements of a memref, or None if its type does not say, and the bits of each."""
+    """Return the elements of a memref, or None if its type does not say, and the bits of each."""
     shape, dtype = _TYPED.match(type.strip()).groups()
     sizes = shape.split("x")[:-1]
     return (None if "?" in sizes else math.prod(map(int, sizes))), BITS[dtype]
 
 
 def _of_call(name: str, operands: str, values: dict[str, Any]) -> Counts:
+    """Count one operation on buffers: the bytes of a load or store, else its instructions."""
     buffers = [values[n] for n in _NAME.findall(operands) if isinstance(values.get(n), tuple)]
     moved = [-(-elements * bits // 8) for elements, bits in buffers if elements is not None]
     if not moved:

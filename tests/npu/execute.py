@@ -20,7 +20,7 @@ from lower import lower
 from toolchain import HERE, file_for, write
 
 RUNTIME = HERE / "runtime.c"
-# Few, so that every program walks several tiles.
+# Few cores, so that every program walks several tiles.
 CORES = 3
 
 PASSES = (
@@ -60,17 +60,19 @@ SCALARS = {
 
 
 def _run(*command: Any) -> None:
+    """Run a command. Raises: RuntimeError with its messages if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed: {done.stderr[:3000]}")
 
 
 def shared_object(mlir: str) -> Path:
+    """Compile lowered code for the CPU, or return the path of the result in the cache."""
     path = file_for("executable", "\n".join([*PASSES, *CLANG, RUNTIME.read_text(), mlir]), ".so")
     if path.exists():
         path.touch()
         return path
-    # What only Ascend's compiler reads.
+    # Remove the attributes and marks that only Ascend's compiler knows.
     mlir = re.sub(r', (mix_mode|parallel_mode) = "\w+"', "", mlir)
     mlir = re.sub(r"^\s*annotation\.mark .*$", "", mlir, flags=re.MULTILINE)
     with tempfile.TemporaryDirectory() as name:
@@ -90,34 +92,36 @@ def shared_object(mlir: str) -> Path:
 
 
 class Program:
-    """One lowered kernel as a function of this process."""
+    """A lowered kernel, loaded into this process."""
 
     def __init__(self, mlir: str) -> None:
         head = re.search(r"func\.func @(\w+)\((.*?)\) attributes", mlir, re.DOTALL)
         arguments = re.split(r",\s*(?=%arg)", re.sub(r"\{.*?\}", "", head[2]))
         types = [argument.split(": ", 1)[1].strip() for argument in arguments]
-        # Two pointers to workspace come first; the grid and the program's place in it come last.
+        # Two pointers to workspace come first; the grid and the program's index in it come last,
+        # three numbers each.
         self.types = types[2:-6]
         self.library = ctypes.CDLL(str(shared_object(mlir)))
         self.function = getattr(self.library, head[1])
         self.function.restype = None
 
     def run(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Run the programs of the grid one after the other."""
         grid = (*grid, 1, 1)[:3]
-        given = [*_memref(None), *_memref(None)]
+        c_arguments = [*_memref(None), *_memref(None)]
         for type, argument in zip(self.types, arguments, strict=True):
             if type.startswith("memref"):
-                given += _memref(argument)
+                c_arguments += _memref(argument)
             else:
-                given.append(SCALARS[type](argument))
-        given += map(ctypes.c_int32, grid)
-        for place in itertools.product(*map(range, grid)):
+                c_arguments.append(SCALARS[type](argument))
+        c_arguments += map(ctypes.c_int32, grid)
+        for program in itertools.product(*map(range, grid)):
             self.library.begin_program()
-            self.function(*given, *map(ctypes.c_int32, place))
+            self.function(*c_arguments, *map(ctypes.c_int32, program))
 
 
 def _memref(tensor: torch.Tensor | None) -> list[Any]:
-    """The fields of a memref of one dimension: the pointer twice, offset, size and stride."""
+    """Return the fields of a memref of one dimension: two pointers, offset, size and stride."""
     if tensor is None:
         return [ctypes.c_void_p(0), ctypes.c_void_p(0), *map(ctypes.c_int64, (0, 0, 1))]
     pointer = ctypes.c_void_p(tensor.data_ptr())

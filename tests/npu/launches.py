@@ -61,7 +61,7 @@ class Call:
 
 
 class _Pointer:
-    """Answers specialisation's questions about a tensor without memory. Storages are aligned."""
+    """Stands for a fake tensor, which has no address, in a specialisation; it is aligned."""
 
     def __init__(self, tensor: FakeTensor) -> None:
         self.dtype = tensor.dtype
@@ -72,19 +72,22 @@ class _Pointer:
 
 
 def _specialised_as(value: Any) -> Any:
+    """Return a value as the binder can take it: a fake tensor as a `_Pointer`."""
     return _Pointer(value) if isinstance(value, FakeTensor) else value
 
 
 def specialised(
     kernel: JITFunction, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> Launch:
+    """Specialise a kernel for its arguments, as triton-ascend's `JITFunction.run` does."""
     args = tuple(map(_specialised_as, args))
     options = {name: _specialised_as(value) for name, value in options.items()}
     if kernel.binder is None:
         kernel.create_binder(BACKEND)
     bound, types, _, arguments, _ = kernel.binder(*args, **options)
     names = [kernel.params[i].name for i in kernel.non_constexpr_indices]
-    # The keys of the specialisation follow the types. A pointer that is None has a type too.
+    # The binder returns the keys of the specialisation behind the types. A pointer that is None
+    # needs a type too.
     typed = zip(names, types[: len(names)], strict=True)
     signature = {name: "*i8" if type == "none" else type for name, type in typed}
     values = tuple(bound.values())
@@ -117,9 +120,9 @@ def intercepted(launched: Callable[[Launch], None]) -> Iterator[None]:
 @contextmanager
 def machine(cores: int) -> Iterator[None]:
     """Tell the host code that the device has a 910B's Unified Buffer and `cores` vector cores."""
-    given = {"LIGER_OPS_NPU_UB_BYTES": str(UB_BYTES), "LIGER_OPS_NPU_VECTOR_CORES": str(cores)}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    variables = {"LIGER_OPS_NPU_UB_BYTES": str(UB_BYTES), "LIGER_OPS_NPU_VECTOR_CORES": str(cores)}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -137,12 +140,12 @@ def npu_ops() -> dict[Any, str]:
 
 @functools.cache
 def calls() -> tuple[Call, ...]:
-    """The calls of every case of the table, forward and backward."""
+    """Record the calls of every case of the table, forward and backward."""
     return tuple(_calls())
 
 
 def _calls() -> Iterator[Call]:
-    # On tensors that have a form and no memory.
+    # Fake tensors have no memory: the huge shapes cost nothing.
     names = npu_ops()
     for case in launched():
         for backward in case.directions:

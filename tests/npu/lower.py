@@ -25,6 +25,7 @@ class Lowered:
 
 
 def lower(launch: Launch) -> Lowered:
+    """Lower a launch, or return its result from the cache."""
     key = f"triton-ascend {TRITON_ASCEND} {launch.key}"
     return Lowered(**cached("lowered", key, lambda: _lower(launch)))
 

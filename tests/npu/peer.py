@@ -23,7 +23,7 @@ from op_under_test import Case
 from toolchain import UB_BYTES, VECTOR_CORES
 
 OPS = "liger_kernel.ops.backends._ascend.ops"
-# What triton-ascend 3.2.0 lacks and the package imports, for kernels that are not launched here.
+# A module that Liger-Kernel imports and triton-ascend 3.2.0 lacks. The kernels here do not need it.
 NEWER = "triton.language.extra.cann"
 # The columns of the hidden states; the kernels of a loss do not depend on them.
 HIDDEN = 4096
@@ -38,7 +38,7 @@ def _targets(case: Case) -> Tensor:
 
 
 def _heads(case: Case, heads: int) -> Tensor:
-    """Heads of a projection, as models lay them out."""
+    """Return the heads of a projection, as models lay them out."""
     B, _, S, D = case.shape
     return _bf16(B, S, heads, D).transpose(1, 2)
 
@@ -50,13 +50,16 @@ def _tables(case: Case, *sections: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Peer:
-    """An op there, and the cases here whose shapes it is given."""
+    """An op of Liger-Kernel, and the cases of this project whose shapes it is launched with.
+
+    In this file, "here" is this project and "there" is Liger-Kernel.
+    """
 
     function: str
     arguments: Callable[[Any], tuple[Any, ...]]
     # The first words of the cases' labels.
     cases: tuple[str, ...] = ("4096x4096", "4096x8192", "4096x14336")
-    # The op here of which these cases are, if it is not the one of the same name.
+    # The id of the op here that has these cases, if its name differs.
     here: str = ""
     # Whether the forward pass here computes the gradients too: both passes are then one row.
     both: bool = False
@@ -141,11 +144,11 @@ TILE = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A call of an op here, and the launches of the same there."""
+    """The launches of a call here, and those of the same call there."""
 
     op: str
     shape: str
-    # What of a training step it is: the forward pass, the backward pass or both.
+    # The passes of a training step: forward, backward or both.
     passes: str
     rows: int
     own: tuple[Launch, ...]
@@ -153,6 +156,7 @@ class Pair:
 
 
 def tile(launch: Launch) -> str:
+    """Return the tile of a launch there, by its kernel's names of constants."""
     constants = launch.source.constants
     # A tile of some kernels of rope is whole heads, of hd columns.
     sizes = [constants[name] for name in TILE if name in constants] or [
@@ -163,15 +167,16 @@ def tile(launch: Launch) -> str:
 
 
 def installed() -> str:
-    """The version of Liger-Kernel that is installed, or None."""
+    """Return the version of Liger-Kernel that is installed, or an empty string."""
     try:
         return version("liger-kernel")
     except PackageNotFoundError:
         return ""
 
 
-def pairs(found: Iterable[Call]) -> Iterator[Pair]:
-    """Each call of `found` that has a peer, in bf16."""
+def pairs(all_calls: Iterable[Call]) -> Iterator[Pair]:
+    """Yield each call in bf16 that has a peer, with the launches there."""
+    # Its host code asks for the buffer and the cores in these three ways.
     os.environ["ASCEND_UB_CAPACITY_BITS"] = str(8 * UB_BYTES)
     properties = {"num_vectorcore": VECTOR_CORES, "num_aicore": VECTOR_CORES // 2}
     driver.set_active(
@@ -185,7 +190,7 @@ def pairs(found: Iterable[Call]) -> Iterator[Pair]:
     extension = ModuleType(f"{NEWER}.extension")
     extension.__getattr__ = lambda name: None
     sys.modules.update({NEWER: ModuleType(NEWER), extension.__name__: extension})
-    plain = [call for call in found if call.case.plain and call.case.case.dtype is BF16]
+    plain = [call for call in all_calls if call.case.plain and call.case.case.dtype is BF16]
     for op, peer in PEERS.items():
         for shape in peer.cases:
             forward, backward = (
@@ -208,13 +213,13 @@ def pairs(found: Iterable[Call]) -> Iterator[Pair]:
 
 
 def _launches(peer: Peer, case: Any) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
-    """The launches of the forward and of the backward pass there."""
+    """Record the launches of the forward and of the backward pass there."""
     module, name = peer.function.split(".")
     function = getattr(importlib.import_module(f"{OPS}.{module}"), name)
     forward: list[Launch] = []
     backward: list[Launch] = []
-    # The values that its host code asks for are whether a target is invalid, and whether the
-    # gradient is 1, in which case it is written over the logits by the same kernel.
+    # Its host code asks for two values, which are answered with 0: whether a target is invalid, and
+    # whether the gradient is 1, in which case the same kernel writes it over the logits.
     zero = patch.multiple(FakeTensor, item=lambda self: 0, data_ptr=lambda self: 0)
     with FakeTensorMode(), zero:
         with intercepted(forward.append):

@@ -1,8 +1,8 @@
-"""Run Ascend's own compiler on lowered code: where it places every buffer, and which loads it
-double-buffers.
+"""Run Ascend's own compiler on lowered code, and read from its result where it places every buffer,
+and which loads it double-buffers.
 
-bishengir-compile runs as on a device up to its last step, which is CANN's and closed; `hivmc` of
-this folder stands in for that and keeps the code it is given.
+bishengir-compile runs as on a device up to its last step, `hivmc`, which is CANN's and closed. The
+script `hivmc` of this folder stands in for it, and keeps the code that it is given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.backends.ascend.compiler import NPUOptions
 
 from toolchain import ARCH, HERE, UB_BYTES, cached, compiler
 
-# As triton-ascend calls it.
+# The options with which triton-ascend calls the compiler.
 DEFAULTS = NPUOptions()
 ARGUMENTS = (
     f"--target={ARCH}",
@@ -29,9 +29,11 @@ ARGUMENTS = (
     "--enable-triton-kernel-compile=true",
 )
 
+# A buffer takes whole blocks of this many bytes.
 BLOCK = 32
 BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64}
-# A buffer of at most this many elements holds what a row has of each, such as its statistics.
+# A buffer of at most this many elements holds one number of each row, such as a statistic, and need
+# not be double-buffered.
 FEW = 64
 
 
@@ -40,11 +42,11 @@ class Planned:
     """The memory plan of one compiled kernel, or the reason why it did not compile."""
 
     ub_bytes: int
-    # Bits of Unified Buffer that were wanting, by the compiler's own message.
+    # The bits of Unified Buffer that the compiler's message asks for, 0 if the kernel fits.
     overflow_bits: int
-    # The compiler gave up double buffering, or moving code, to make the kernel fit.
+    # Whether the compiler gave up double buffering, or moving code, to make the kernel fit.
     fell_back: bool
-    # Element by element accesses of a buffer within a loop.
+    # Lines of code that access a buffer element by element within a loop.
     scalarised: list[str]
     loads_in_loops: int
     # Loads within a loop into a buffer that is not one of a pair.
@@ -53,38 +55,42 @@ class Planned:
 
     @property
     def share(self) -> float:
+        """The share of the Unified Buffer that the kernel takes."""
         return self.ub_bytes / UB_BYTES
 
     def problems(self, share: float = 0.9) -> list[str]:
-        """The names of the kernel's problems, each with a description."""
+        """List the kernel's problems, each as its name, a colon and a description."""
         if self.error:
             return [f"error: {self.error}"]
         if self.overflow_bits:
             return [f"overflow: {self.overflow_bits} bits are wanting"]
-        found = []
+        problems = []
         if self.fell_back:
-            found.append("fallback: the compiler gave up an optimisation to make it fit")
+            problems.append("fallback: the compiler gave up an optimisation to make it fit")
         if self.share > share:
-            found.append(f"share: {self.share:.1%} of the Unified Buffer")
+            problems.append(f"share: {self.share:.1%} of the Unified Buffer")
         if self.scalarised:
-            found.append(f"scalarised: {self.scalarised[:3]}")
+            problems.append(f"scalarised: {self.scalarised[:3]}")
         if not self.loads_in_loops:
-            found.append("no loop: nothing is loaded within one, so nothing is double-buffered")
+            problems.append("no loop: nothing is loaded within one, so nothing is double-buffered")
         if self.single_buffered:
-            found.append(f"single-buffered: {self.single_buffered[:3]}")
-        return found
+            problems.append(f"single-buffered: {self.single_buffered[:3]}")
+        return problems
 
 
 def plan(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) -> Planned:
+    """Compile lowered code with a version of the compiler, and read its memory plan."""
     return read(*compiled(mlir, version, arguments))
 
 
 def compiled(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) -> tuple[str, str]:
-    """The final code, with its buffers placed, and the compiler's messages. A kernel that does not
-    fit has no code."""
+    """Return the final code, with its buffers placed, and the compiler's messages.
+
+    The code is empty if the kernel does not fit.
+    """
     key = "\n".join([version, *arguments, mlir])
-    made = cached("planned", key, lambda: _compile(mlir, version, arguments))
-    return made["code"], made["messages"]
+    result = cached("planned", key, lambda: _compile(mlir, version, arguments))
+    return result["code"], result["messages"]
 
 
 def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, str]:
@@ -111,15 +117,16 @@ def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, s
 
 
 def read(code: str, messages: str) -> Planned:
-    wanting = [int(bits) for bits in re.findall(r"ub overflow, requires (\d+) bits", messages)]
-    if not code and not wanting:
+    """Read the memory plan from the final code, and its failures from the messages."""
+    overflows = [int(bits) for bits in re.findall(r"ub overflow, requires (\d+) bits", messages)]
+    if not code and not overflows:
         return Planned(0, 0, False, [], 0, [], messages[-1500:] or "no code and no message")
     analysis = _Analysis(code)
     return Planned(
         ub_bytes=analysis.ub_bytes,
-        # Of a kernel that fits in the end, an attempt that did not is a fallback.
-        overflow_bits=0 if code else wanting[-1],
-        fell_back=bool(wanting) or "automatically set" in messages,
+        # If the kernel fits in the end, an attempt that overflowed before means a fallback.
+        overflow_bits=0 if code else overflows[-1],
+        fell_back=bool(overflows) or "automatically set" in messages,
         scalarised=analysis.scalarised,
         loads_in_loops=analysis.loads,
         single_buffered=analysis.single_buffered,
@@ -127,11 +134,11 @@ def read(code: str, messages: str) -> Planned:
     )
 
 
-# A buffer's place, as %x = hivm.hir.pointer_cast(%c64_i64) : memref<1x64xf32, ...<ub>>
+# A buffer's addresses, as %x = hivm.hir.pointer_cast(%c64_i64) : memref<1x64xf32, ...<ub>>
 _PLACED = re.compile(r"(%\w+) = hivm\.hir\.pointer_cast\(([^)]*)\)([^:]*): (memref<.*)")
 _SELECTED = re.compile(r"(%\w+) = arith\.select %\w+, (%\w+), %\w+ : memref<")
 _VIEWED = re.compile(r"(%\w+) = memref\.(?!load|alloc)\w+ (%\w+)")
-# The early versions name the copy, the later ones the library's function that does it.
+# Some versions of the compiler name the load, and others call the library's function.
 _LOADED = re.compile(r"@load_gm_to_ubuf\w*\(%\w+, (%\w+)|hivm\.hir\.load ins\(.*?\) outs\((%\w+)")
 _ACCESSED = re.compile(r"memref\.(?:load|store) .*: (memref<.*address_space<ub>.*)")
 _TYPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
@@ -146,7 +153,8 @@ class _Analysis:
         self.loads = 0
         self.scalarised: list[str] = []
         self.single_buffered: list[str] = []
-        # By the value: what it is a view of, and whether it is one of a pair, and its type.
+        # Value -> the value that it is a view of; the values that are one of a pair of buffers; and
+        # value -> its type.
         self.view_of: dict[str, str] = {}
         self.pairs: set[str] = set()
         self.types: dict[str, str] = {}
@@ -180,11 +188,13 @@ class _Analysis:
             raise ValueError(f"plan: a buffer of a size known only at run time: {type}{sizes}")
         places = [self.constants[address.strip()] for address in addresses.split(",")]
         if len(places) > 1:
+            # Several addresses: the turns of a loop take them in turn.
             self.pairs.add(value)
         last = max(map(int, places))
         self.ub_bytes = max(self.ub_bytes, last + _bytes(type))
 
     def _loaded(self, buffer: str) -> None:
+        # Go from a view back to the buffer that it is of, or to one that is known to be of a pair.
         while buffer not in self.pairs and buffer in self.view_of:
             buffer = self.view_of[buffer]
         type = self.types.get(buffer, "")
@@ -193,7 +203,7 @@ class _Analysis:
 
 
 def _elements(type: str) -> int | None:
-    """The number of elements of a memref, or None if its type does not say."""
+    """Return the number of elements of a memref, or None if its type does not say."""
     match = _TYPE.match(type)
     if match is None or "?" in match[1]:
         return None
@@ -204,6 +214,6 @@ def _elements(type: str) -> int | None:
 
 
 def _bytes(type: str) -> int:
-    """The bytes that a buffer of this type takes, in whole blocks."""
+    """Return the bytes that a buffer of this type takes, in whole blocks."""
     bits = (_elements(type) or 0) * BITS[_TYPE.match(type)[2]]
     return -(-bits // (8 * BLOCK)) * BLOCK

@@ -21,7 +21,7 @@ from lower import TRITON_ASCEND, lower
 from plan import Planned, compiled, plan
 from toolchain import ARCH, COMPILERS, HERE, UB_BYTES, VECTOR_CORES, missing_compiler
 
-# The version of the compiler by whose code instructions are counted.
+# Instructions are counted in the code of this version of the compiler.
 NEWEST = list(COMPILERS)[-1]
 DOCUMENT = HERE.parents[1] / "docs" / "reports" / "npu.md"
 
@@ -166,11 +166,13 @@ Plans = dict[str, Planned]
 
 
 def planned(launch: Launch) -> Plans:
+    """Return the memory plan of a launch by each installed compiler."""
     mlir = lower(launch).mlir
     return {version: plan(mlir, version) for version in COMPILERS if not missing_compiler(version)}
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
     header = list(header)
     yield "| " + " | ".join(header) + " |"
     yield "| " + " | ".join("---" for _ in header) + " |"
@@ -183,20 +185,21 @@ def versions() -> list[str]:
 
 
 def tile(launch: Launch) -> str:
+    """Return rows x columns of a tile, with the columns of the kept row if there is one."""
     kept = launch.source.constants.get("KEPT") and launch.source.constants["ROW"]
     return "{}x{}".format(*launch.tile) + (f" of {kept}" if kept else "")
 
 
 def buffered(plans: Plans) -> str:
-    """How many of the loads in loops are double-buffered, in the version with the fewest."""
-    worst = max(plans.values(), key=lambda found: len(found.single_buffered), default=None)
+    """Return how many loads in loops are double-buffered, by the compiler with the fewest."""
+    worst = max(plans.values(), key=lambda result: len(result.single_buffered), default=None)
     if worst is None:
         return "-"
     return f"{worst.loads_in_loops - len(worst.single_buffered)} of {worst.loads_in_loops}"
 
 
-def by_kernel(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[list[object]]:
-    launches = {launch.key: launch.kernel for call in found for launch in call.launches}
+def by_kernel(all_calls: Iterable[Call], plans: dict[str, Plans]) -> Iterator[list[object]]:
+    launches = {launch.key: launch.kernel for call in all_calls for launch in call.launches}
     for kernel in sorted(set(launches.values())):
         keys = [key for key, name in launches.items() if name == kernel]
         shares = [
@@ -208,9 +211,9 @@ def by_kernel(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[list[o
 
 
 def by_shape(
-    op: str, found: Iterable[Call], plans: dict[str, Plans], traffic: dict[str, float]
+    op: str, calls_of_op: Iterable[Call], plans: dict[str, Plans], traffic: dict[str, float]
 ) -> Iterator[list[object]]:
-    for call in found:
+    for call in calls_of_op:
         for i, launch in enumerate(call.launches):
             used = plans[launch.key]
             ratio = traffic.get(call.label)
@@ -220,37 +223,40 @@ def by_shape(
                 f"`{launch.kernel.strip('_')}`",
                 tile(launch),
                 launch.grid[0],
-                *(found.ub_bytes for found in used.values()),
+                *(result.ub_bytes for result in used.values()),
                 buffered(used),
                 f"{ratio:.2f}" if ratio is not None and i == 0 else "",
             ]
 
 
 def most(plans: Iterable[Plans]) -> str:
-    shares = [found.share for used in plans for found in used.values() if not found.overflow_bits]
+    """Return the largest share of the buffer of kernels that fit."""
+    shares = [
+        result.share for used in plans for result in used.values() if not result.overflow_bits
+    ]
     return f"{max(shares):.0%}" if shares else "-"
 
 
 def problems_of(launches: Iterable[Launch]) -> str:
     """List the problems of the kernels, each with the versions of CANN that have it."""
-    found: dict[str, list[str]] = {}
+    by_problem: dict[str, list[str]] = {}
     for launch in launches:
         if lower(launch).error:
-            found.setdefault("lowering", [])
+            by_problem.setdefault("lowering", [])
             continue
         for version, used in planned(launch).items():
             for problem in used.problems():
-                where = found.setdefault(problem.split(":")[0], [])
+                where = by_problem.setdefault(problem.split(":")[0], [])
                 if COMPILERS[version] not in where:
                     where.append(COMPILERS[version])
     return "; ".join(
         FOUND[name] + (f" ({', '.join(where).replace('CANN ', '')})" if where else "")
-        for name, where in found.items()
+        for name, where in by_problem.items()
     )
 
 
-def beside_the_peer(found: Iterable[peer.Pair], plans: dict[str, Plans]) -> Iterator[list[object]]:
-    for pair in found:
+def beside_the_peer(pairs: Iterable[peer.Pair], plans: dict[str, Plans]) -> Iterator[list[object]]:
+    for pair in pairs:
         yield [
             pair.op,
             pair.shape,
@@ -264,7 +270,7 @@ def beside_the_peer(found: Iterable[peer.Pair], plans: dict[str, Plans]) -> Iter
 
 
 def counted_rows(launches: Iterable[Launch]) -> Counts | None:
-    """The counts of all rows of a call, or None if a kernel has no final code."""
+    """Count the launches of a call, or return None if a kernel has no final code."""
     total = Counts()
     for launch in launches:
         code = compiled(lower(launch).mlir, NEWEST)[0] if not lower(launch).error else ""
@@ -274,8 +280,8 @@ def counted_rows(launches: Iterable[Launch]) -> Counts | None:
     return total
 
 
-def counted_beside_the_peer(found: Iterable[peer.Pair]) -> Iterator[list[object]]:
-    for pair in found:
+def counted_beside_the_peer(pairs: Iterable[peer.Pair]) -> Iterator[list[object]]:
+    for pair in pairs:
         here, there = counted_rows(pair.own), counted_rows(pair.launches)
         cells = [
             [f"{total.instructions / pair.rows:.0f}", f"{total.bytes / pair.rows:.0f}"]
@@ -290,29 +296,30 @@ def counted_beside_the_peer(found: Iterable[peer.Pair]) -> Iterator[list[object]
 
 
 def document(traffic: dict[str, float]) -> str:
-    found = calls()
-    plans = {launch.key: planned(launch) for call in found for launch in call.launches}
+    """Return the text of npu.md. traffic: label of a call -> ratio of its traffic."""
+    all_calls = calls()
+    plans = {launch.key: planned(launch) for call in all_calls for launch in call.launches}
     lines = [
         INTRODUCTION.format(
             launches=len(plans),
-            kernels=len({launch.kernel for call in found for launch in call.launches}),
+            kernels=len({launch.kernel for call in all_calls for launch in call.launches}),
             cann=", ".join(c for v, c in COMPILERS.items() if not missing_compiler(v)),
         ),
         SUMMARY,
-        *table(["kernel", "launches", *versions()], by_kernel(found, plans)),
+        *table(["kernel", "launches", *versions()], by_kernel(all_calls, plans)),
         DETAIL,
     ]
     shown = {(case.op.id, case.label) for case, _ in counted()}
     documented = [
         call
-        for call in found
+        for call in all_calls
         if call.case.case.dtype is BF16 and (call.case.op.id, call.case.label) in shown
     ]
     header = ["shape", "", "kernel", "tile", "grid", *versions(), "double-buffered", "traffic"]
     for op, group in groupby(documented, key=lambda call: call.case.op.id):
         lines += ["", f"### {op}", ""]
         lines += table(header, by_shape(op, group, plans, traffic))
-    pairs = list(peer.pairs(found)) if peer.installed() else []
+    pairs = list(peer.pairs(all_calls)) if peer.installed() else []
     if pairs:
         lines.append(PEER.format(version=peer.installed()))
         header = ["op", "shape", "", "tile here", "UB", "tile there", "UB", "found there"]

@@ -37,9 +37,9 @@ Prose.
     ],
 )
 def test_what_is_said_of_a_kernel_here_is_compared(old, new, place):
-    found = differences(DOCUMENT, DOCUMENT.replace(old, new))
-    assert any(place in line and old in line for line in found), found
-    assert any(new in line for line in found), found
+    lines = differences(DOCUMENT, DOCUMENT.replace(old, new))
+    assert any(place in line and old in line for line in lines), lines
+    assert any(new in line for line in lines), lines
 
 
 def test_a_peers_figures_may_differ():

@@ -1,4 +1,4 @@
-"""The instructions and bytes that are counted are those that a kernel's source says."""
+"""The counted instructions and bytes agree with the source of the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAMS = 5
 
 @triton.jit(do_not_specialize=["M"])
 def _scaled(x_ptr, y_ptr, M, N, WALKS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y = x * x, and before that WALKS - 1 sums over the row, by one program in PROGRAMS."""
+    """Compute y = x * x, after WALKS - 1 sums over the row, with PROGRAMS programs."""
     cols = tl.arange(0, BLOCK_N)
     for row in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         total = tl.zeros((BLOCK_N,), tl.float32)
@@ -37,23 +37,23 @@ def _scaled(x_ptr, y_ptr, M, N, WALKS: tl.constexpr, BLOCK_N: tl.constexpr):
 def test_counts_are_those_of_the_source(needs, M, N):
     needs(missing_compiler(NEWEST))
     block, x = 1024, torch.empty(16)
-    found = {}
+    counts = {}
     for walks in (1, 2, 3):
         options = {"WALKS": walks, "BLOCK_N": block}
         launch = specialised(_scaled, (PROGRAMS,), (x, x, M, N), options)
-        found[walks] = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
-        assert found[walks].bytes == (walks + 1) * M * N * 4
+        counts[walks] = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
+        assert counts[walks].bytes == (walks + 1) * M * N * 4
     tiles = M * -(-N // block)
     # One multiplication of 16 instructions, and a fill of the tile that N cuts.
     filled = M * 16 if N % block else 0
-    assert found[1].instructions == tiles * 16 + filled
+    assert counts[1].instructions == tiles * 16 + filled
     # A further walk is an addition, and another such fill.
-    assert found[3].instructions - found[2].instructions == tiles * 16 + filled
+    assert counts[3].instructions - counts[2].instructions == tiles * 16 + filled
 
 
 @triton.jit(do_not_specialize=["M"])
 def _cubed_or_zero(x_ptr, y_ptr, target_ptr, M, BLOCK_N: tl.constexpr):
-    """y = x^3 in the rows that have a target, and else 0."""
+    """Compute y = x^3 in the rows that have a target, and 0 in others."""
     cols = tl.arange(0, BLOCK_N)
     for row in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         if tl.load(target_ptr + row) < 0:
@@ -63,13 +63,13 @@ def _cubed_or_zero(x_ptr, y_ptr, target_ptr, M, BLOCK_N: tl.constexpr):
             tl.store(y_ptr + row * BLOCK_N + cols, x * x * x)
 
 
-def test_of_a_condition_on_data_the_longer_branch_is_counted(needs):
+def test_a_condition_on_data_counts_the_longer_branch(needs):
     needs(missing_compiler(NEWEST))
     M, block, x, target = 17, 1024, torch.empty(16), torch.empty(16, dtype=torch.int64)
     launch = specialised(_cubed_or_zero, (PROGRAMS,), (x, x, target, M), {"BLOCK_N": block})
-    found = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
+    counts = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
     # Two multiplications of 16 instructions; a program makes its zeros once, before the rows.
-    assert found == Counts(instructions=M * 2 * 16 + PROGRAMS * 16, bytes=M * 2 * block * 4)
+    assert counts == Counts(instructions=M * 2 * 16 + PROGRAMS * 16, bytes=M * 2 * block * 4)
 
 
 def test_counts_are_sums():

@@ -26,6 +26,7 @@ CASES = {
 
 
 def check(case: LaunchCase, backward: bool) -> None:
+    """Compare the op's outputs, or its gradients if `backward`, with float64."""
     if backward:
         assert_backward_matches_truth(case.op, "npu", case.case)
     else:
@@ -43,7 +44,7 @@ def test_executed(label, needs):
 @pytest.mark.parametrize("sparse", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_wide_causal_rows_executed(dtype, sparse, needs):
-    """multi_token_attention's kernels of rows that fit no tile, beside those of rows that do."""
+    """Compare multi_token_attention's kernels for wide rows with those for rows that fit a tile."""
     needs(missing_cpu_tools())
     scores, dp = torch.randn(2, 2, 3, 70, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
     results = []
@@ -63,7 +64,8 @@ def test_wide_causal_rows_executed(dtype, sparse, needs):
 
 @pytest.mark.parametrize("classes", ((300, 300), (70, 300), (300, 70)))
 def test_two_heads_executed(classes, needs):
-    """The code of divergence with caps, the cross-entropy and another length, between products."""
+    """Check divergence's code between the products of two heads, with all options of its kernels:
+    caps, the cross-entropy of labels, and vocabularies of different sizes."""
     needs(missing_cpu_tools())
     op, (V, W) = OPS["linear_divergence_forward-mean"], classes
     case = replace(op.sample(torch.float32), V=V, W=W, chunk_bytes=2 * 4 * (V + W))
@@ -71,11 +73,11 @@ def test_two_heads_executed(classes, needs):
     for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
         args = arguments(case, tensors)
         with executing() as launched:
-            found = op.kernel("npu", backward)(*args)
+            results = op.kernel("npu", backward)(*args)
         assert launched
         definition = library.OPS[op.backward_name].definition if backward else op.definition
         truths = definition(*widened(args))
-        for value, truth in zip(found, truths, strict=True):
+        for value, truth in zip(results, truths, strict=True):
             torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-5)
 
 
@@ -95,14 +97,14 @@ def subtracting(mlir: str) -> str:
 
 
 def small_cases(op: str) -> list[tuple[LaunchCase, bool]]:
-    """The smallest case of an op, forward and backward."""
+    """Return the smallest case of an op, forward and backward."""
     of_op = [case for case, _ in CASES.values() if case.op.id == op and case.plain]
     float32 = next(case for case in of_op if case.case.dtype is torch.float32)
     return [(float32, backward) for backward in float32.directions]
 
 
 def is_caught(case: LaunchCase, backward: bool, change: Callable[[str], str]) -> bool | None:
-    """Whether the check fails on the changed code, or None if nothing was changed."""
+    """Return whether the check fails on the changed code, or None if nothing was changed."""
     effective = []
 
     def changed(mlir: str) -> str:

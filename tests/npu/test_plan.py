@@ -1,4 +1,4 @@
-"""Every launch lowers, and Ascend's compilers find place for its buffers in the Unified Buffer and
+"""Every launch lowers, and Ascend's compilers place its buffers in the Unified Buffer and
 double-buffer its loads."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolchain import COMPILERS, missing_compiler
 
 @dataclass(frozen=True)
 class Excused:
-    """A problem that a kernel may have, by the name that Planned.problems gives it, and why."""
+    """A problem, by its name in Planned.problems, that a kernel may have, and the reason."""
 
     kernel: str
     problem: str
@@ -35,12 +35,15 @@ EXCUSED: tuple[Excused, ...] = tuple(
 
 
 def distinct_launches() -> dict[str, Launch]:
-    """Each distinct launch, by the label of its first call, its kernel, and its index there."""
-    found: dict[str, tuple[str, Launch]] = {}
+    """Map the label of a launch to the launch, for launches of different code.
+
+    The label has that of the first call with this code, the kernel, and its index in the call.
+    """
+    by_code: dict[str, tuple[str, Launch]] = {}
     for call in calls():
         for i, launch in enumerate(call.launches):
-            found.setdefault(launch.key, (f"{call.label} {launch.kernel}:{i}", launch))
-    return dict(found.values())
+            by_code.setdefault(launch.key, (f"{call.label} {launch.kernel}:{i}", launch))
+    return dict(by_code.values())
 
 
 LAUNCHES = distinct_launches()
@@ -64,6 +67,7 @@ def test_launch(label, needs):
 
 
 def excuse(kernel: str, problem: str) -> Excused | None:
+    """Return the entry that excuses a kernel's problem, or None."""
     name = problem.split(":")[0]
     return next((e for e in EXCUSED if (e.kernel, e.problem) == (kernel, name)), None)
 
@@ -102,6 +106,7 @@ def _that_does_not_lower(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
 
 
 def lowered(kernel, block: int) -> Lowered:
+    """Lower one of the kernels above for a million elements."""
     x = torch.empty(16)
     return lower(specialised(kernel, (1,), (x, x, 1 << 20), {"BLOCK_N": block}))
 
@@ -118,7 +123,7 @@ each_version = pytest.mark.parametrize("version", COMPILERS)
 def test_a_good_kernel_has_no_problem(needs, version):
     result = planned(needs, version, _doubled, 2048)
     assert result.problems() == []
-    # Two tiles of x at least; those of y may be the same.
+    # At least the two buffers of x's double-buffered tile; those of y may be the same.
     assert result.loads_in_loops == 1 and result.ub_bytes >= 2 * 2048 * 4
 
 
@@ -133,8 +138,8 @@ def test_a_good_kernel_has_no_problem(needs, version):
     ],
 )
 def test_a_bad_kernel_is_seen(needs, version, kernel, block, problem):
-    found = {text.split(":")[0] for text in planned(needs, version, kernel, block).problems()}
-    assert found & set(problem.split("|")), found
+    names = {text.split(":")[0] for text in planned(needs, version, kernel, block).problems()}
+    assert names & set(problem.split("|")), names
 
 
 @each_version
@@ -143,8 +148,8 @@ def test_a_load_without_a_second_buffer_is_seen(needs, version):
         argument.replace("multi-buffer=True", "multi-buffer=False") for argument in ARGUMENTS
     )
     assert arguments != ARGUMENTS
-    found = planned(needs, version, _doubled, 2048, arguments).problems()
-    assert [text.split(":")[0] for text in found] == ["single-buffered"]
+    problems = planned(needs, version, _doubled, 2048, arguments).problems()
+    assert [text.split(":")[0] for text in problems] == ["single-buffered"]
 
 
 def test_a_kernel_that_does_not_lower_is_seen():

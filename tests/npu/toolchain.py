@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 CACHE = Path(os.environ.get("LIGER_OPS_NPU_CACHE") or _USER_CACHE / "liger_ops" / "npu")
 
-# Of ascendnpu-ir, with the CANN that ships the same compiler.
+# Version of ascendnpu-ir -> the CANN that ships the same compiler.
 COMPILERS = {"1.0.0": "CANN 8.5.0", "1.1.0": "CANN 9.0.0", "1.2.0": "CANN 9.1.0"}
 CPU_TOOLS = ("mlir-opt-19", "mlir-translate-19", "clang-19")
 
@@ -27,23 +27,24 @@ UB_BYTES = 196608
 
 
 def compiler(version: str) -> Path:
+    """Return the path of a version's compiler."""
     return CACHE / "npuir" / version / "bin" / "bishengir-compile"
 
 
 def missing_compiler(version: str) -> str:
-    """The reason why this version's compiler is missing, or an empty string."""
-    found = (CACHE / "npuir" / version / "ready").exists()
-    return "" if found else f"ascendnpu-ir {version} could not be had: see tests/npu/setup"
+    """Return the reason why this version's compiler is missing, or an empty string."""
+    exists = (CACHE / "npuir" / version / "ready").exists()
+    return "" if exists else f"ascendnpu-ir {version} could not be had: see tests/npu/setup"
 
 
 def missing_cpu_tools() -> str:
-    """The reason why lowered code cannot run here, or an empty string."""
+    """Return the reason why lowered code cannot run here, or an empty string."""
     missing = [tool for tool in CPU_TOOLS if shutil.which(tool) is None]
     return f"{', '.join(missing)} could not be had: see tests/npu/setup" if missing else ""
 
 
 def file_for(kind: str, key: str, suffix: str) -> Path:
-    """The path in the cache of `key`, a text that names all that the result depends on."""
+    """Return the path in the cache for `key`, a text that names all that the result depends on."""
     folder = CACHE / "results" / kind
     folder.mkdir(parents=True, exist_ok=True)
     return folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
@@ -57,7 +58,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def cached(kind: str, key: str, compute: Callable[[], Any]) -> Any:
-    """The result of `compute`, which JSON can hold, from the cache if it is there."""
+    """Return the result of `compute`, which JSON can hold, from the cache if it is there."""
     path = file_for(kind, key, ".json.gz")
     if path.exists():
         path.touch()

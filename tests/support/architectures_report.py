@@ -67,6 +67,7 @@ MISSED = """
 
 
 def cell(architecture: Architecture, ops: Iterable[str]) -> str:
+    """Return how many places of these ops are found, "" if there are none."""
     to_find = sum(architecture.to_find.get(op, 0) for op in ops)
     found = sum(architecture.found.get(op, 0) for op in ops)
     if not to_find:

@@ -1,4 +1,4 @@
-"""Invented points of a run, to test how results are shown."""
+"""Invented measurements of a run of the bench, to test how results are shown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from liger_ops.bench.judge import COPY, MATRIX_PRODUCT, UNITS, Point, Points
 from liger_ops.bench.providers import LOW_MEMORY, PROVIDERS
 from liger_ops.bench.timing import Spread
 
-# No op has all peers.
+# All providers but two: no op has all.
 SIX = [name for name in PROVIDERS if name not in (LOW_MEMORY, "trl")]
 SHARED = {"gpu": "a GPU", "timestamp": "2026-01-02 03:04:05", "version": "0.1.0"}
 
@@ -43,7 +43,7 @@ def timed(provider: str, ms: float, share: float, **where: str) -> list[Point]:
 
 
 def full_house() -> Points:
-    """A workload with six providers, the most that an op has, and the longest numbers."""
+    """Return a workload with six providers, the most that an op has, and the longest numbers."""
     points = Points(rates())
     for name in SIX:
         for mode in ("forward", "backward", "full"):

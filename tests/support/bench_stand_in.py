@@ -1,4 +1,4 @@
-"""A CPU stand-in for an accelerator, and a stand-in for its clock, to test the bench's logic."""
+"""A CPU as a stand-in for an accelerator, and a manual clock, to test the bench's logic."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ TYPES = {
     torch.int64: "i64",
 }  # fmt: skip
 
-# Flag that host code sets if the GPU supports a feature -> least compute capability.
+# Flag that host code sets if the GPU supports a feature -> the least compute capability.
 CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
 
-# Launch options for the compiler, beside num_warps.
+# The options of a launch that are for the compiler, beside num_warps.
 COMPILER_OPTIONS = ("debug", "sanitize_overflow")
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -72,7 +72,7 @@ def record_launches() -> list[Launch]:
 
 
 def calls() -> Iterator[Callable[[], Any]]:
-    """Every op at the sizes and options of its entry, and what ops do not launch by themselves."""
+    """Yield calls of every op with its entry's cases, and of kernels that have another caller."""
     for op, case in compiled_cases():
         tensors = op.tensors(case)
         if not op.is_pytorchs_forward:
@@ -90,8 +90,8 @@ def calls() -> Iterator[Callable[[], Any]]:
 
 
 def losses_between_products(logits: torch.Tensor) -> Iterator[Callable[[], Any]]:
-    """The loss and the gradient of a chunk of logits in one call: the plain loss, and all options
-    at once. And divergence with a known lse."""
+    """Yield the calls between a head's products: loss and gradient of a chunk of logits, without
+    options and with all; and divergence with a known lse."""
     target, row = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
     weight, items = torch.ones(logits.shape[1]), torch.tensor(4)
     plain = (logits, target, None, None, None, -100, "mean", 0.0, 0.0, None, 1.0)
@@ -120,7 +120,7 @@ def finish_gradients(x: torch.Tensor) -> None:
 
 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
-    """The source that launching the kernel with these arguments would compile."""
+    """Return the source that a launch of the kernel with these arguments would compile."""
     signature, constants, attributes = {}, {}, {}
     passed = dict(zip(kernel.arg_names, args, strict=False)) | options
     for i, parameter in enumerate(kernel.params):
@@ -143,7 +143,7 @@ def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
 
 
 def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
-    """The flags that depend on the GPU; host code here assumes a GPU without any feature."""
+    """Return the flags that depend on the GPU; without one, host code sets them all to False."""
     cuda = target.backend == "cuda"
     return {
         name: cuda and target.arch >= least for name, least in CAPABILITY.items() if name in options
@@ -151,7 +151,7 @@ def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
-    """Registers and spilled bytes per thread, as the assembler reports them."""
+    """Return the registers and spilled bytes of a thread, as the assembler reports them."""
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spilled = (
@@ -175,7 +175,7 @@ def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
 def compiled(
     kernel: Any, args: tuple[Any, ...], launched: dict[str, Any], target: str
 ) -> dict[str, Any]:
-    """The record of a launch, compiled for a target."""
+    """Compile a launch for a target; return its record."""
     options = {**launched, **constants_of(TARGETS[target], launched)}
     source = specialised(kernel, args, options)
     compiler = {"num_warps": warps(launched, target)}
@@ -195,7 +195,7 @@ def warps(launched: dict[str, Any], target: str) -> int:
 
 
 def distinct(launches: list[Launch], target: str) -> Iterator[Launch]:
-    """One launch for each code that a target's compiler is given."""
+    """Yield one launch for each source that a target's compiler is given."""
     seen = set()
     for kernel, args, launched in launches:
         options = {**launched, **constants_of(TARGETS[target], launched)}

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 python tests/support/embed_kernels.py
 
-prints a JSON record per op, in bfloat16 with any number of rows: how many kernels are launched, and
-which of its results no kernel writes.
+prints a JSON record per op, in bfloat16 with a dynamic number of rows: how many kernels are
+launched, and which of its results no kernel writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VIEWS = {"view", "permute", "slice", "expand", "as_strided"}
 
 
 def with_any_rows(mode: FakeTensorMode, name: str, x: torch.Tensor) -> torch.Tensor:
-    """A fake tensor whose first dimension, if it is that of the rows, is dynamic."""
+    """Return a fake tensor whose first dimension, if it is that of the rows, is dynamic."""
     rows = x.shape[:1] == (ROWS,)
     sizes = [DimDynamic.DUCK if rows and i == 0 else DimDynamic.STATIC for i in range(x.dim())]
     source = torch._dynamo.source.ConstantSource(name)
@@ -50,6 +50,7 @@ def with_any_rows(mode: FakeTensorMode, name: str, x: torch.Tensor) -> torch.Ten
 
 
 def is_allocation(node: Any) -> bool:
+    """Return whether a node is memory, or a view of memory, that no kernel has written."""
     name = str(node.target).removeprefix("aten.").split(".")[0]
     return name == "empty" or (name in VIEWS and is_allocation(node.args[0]))
 
@@ -59,13 +60,13 @@ def record_of(name: str) -> dict[str, Any]:
     case = op.sample(torch.bfloat16, rows=ROWS)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     leaves, spec = pytree.tree_flatten(op.forward_args(case, op.tensors(case)))
-    given = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
 
     def host_code(*values: torch.Tensor) -> Any:
-        call = {**dict(enumerate(leaves)), **dict(zip(given, values, strict=True))}
+        call = {**dict(enumerate(leaves)), **dict(zip(tensors, values, strict=True))}
         return op.kernel("cuda")(*pytree.tree_unflatten(list(call.values()), spec))
 
-    values = [with_any_rows(mode, f"argument {i}", x) for i, x in given.items()]
+    values = [with_any_rows(mode, f"argument {i}", x) for i, x in tensors.items()]
     with mode, V.set_aot_compilation(True), torch.no_grad():
         graph = inductor._traced_launches("cuda", host_code, values).graph
     results = [x for x in pytree.tree_leaves(graph.output_node().args) if isinstance(x, fx.Node)]
@@ -77,8 +78,8 @@ def record_of(name: str) -> dict[str, Any]:
 
 
 def check_the_pass() -> None:
-    """Inductor's own pass, on fake tensors of a GPU: launches with the strides of their trace take
-    the ops' place, and no size is fixed."""
+    """Check Inductor's own pass on fake tensors of a GPU: it replaces ops by launches with the
+    strides of their trace, and fixes no size."""
     torch.cuda.current_device = lambda: 0
     properties = SimpleNamespace(major=9, multi_processor_count=132)
     torch.cuda.get_device_properties = lambda index: properties
@@ -95,7 +96,7 @@ def check_the_pass() -> None:
 
 
 def check_a_question_is_refused() -> None:
-    """Host code that depends on a dynamic size, which then stays dynamic."""
+    """Check that host code which reads a dynamic size is refused; the size stays dynamic."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     x = with_any_rows(mode, "x", torch.empty(ROWS, 4))
     with mode:

@@ -44,7 +44,7 @@ that `fuse` fuses, and those that it names in `report.left`; the reasons follow 
 [fuse.md](../fuse.md) says how each kind is fused.
 """
 
-# Number of classes to name for each reason.
+# The number of classes to name for each reason.
 NAMED = 4
 
 
@@ -61,6 +61,7 @@ class Row:
         return f"| {self.model_type} | {self.class_name} | {' | '.join(cells)} |"
 
     def cell(self, kind: str) -> str:
+        """Return the number of fused modules of a kind, and of all if some are left."""
         fused = sum(entry.kind == kind for entry in self.report.fused)
         left = sum(entry.kind == kind for entry in self.report.left)
         if not left:
@@ -76,12 +77,12 @@ def rows(model_types: Iterable[str]) -> Iterator[Row]:
 
 
 def version(document: str) -> str:
-    """The version of transformers that a document was written with."""
+    """Return the version of transformers that a document was written with."""
     return document.partition("\ntransformers ")[2].partition(",")[0]
 
 
 def reasons(found: list[Row], kind: str) -> Iterator[str]:
-    """One line per reason for which modules of a kind are left, the most frequent first."""
+    """Yield a line for each reason to leave modules of a kind, the most frequent first."""
     places = defaultdict(list)
     for row in found:
         for entry in row.report.left:

@@ -14,7 +14,7 @@ from liger_ops.bench.workloads import ENTRIES
 
 ROOT = Path(__file__).parents[2]
 
-# This runs in its own process: other tests define ops, and registered kernels stay registered.
+# Code for a process of its own: other tests define ops, and registered kernels stay registered.
 REGISTRY = """
 import json
 import torch
@@ -59,22 +59,23 @@ print(json.dumps({
 }))
 """
 
-# Place -> the ops that have a part there.
+# Place of a part, such as a file -> the ops that have a part there.
 Found = dict[str, set[str]]
 
 
 def base(op: str) -> str:
-    """The public op that an op belongs to; its code is in that op's files."""
+    """Return the public op that an op belongs to, in whose files its code is."""
     return op.removesuffix("_backward").removesuffix("_forward")
 
 
 def read_registry(run: Callable[[str], str]) -> dict[str, Any]:
-    """The ops that importing liger_ops registers, as printed by `run`, which runs Python code."""
+    """Return the ops that importing liger_ops registers. `run` runs Python code, and returns its
+    output."""
     return json.loads(run(REGISTRY))
 
 
 def written() -> set[str]:
-    """The public ops with a definition in liger_ops/ops, imported or not."""
+    """Return the public ops with a definition in liger_ops/ops, imported or not."""
     return {
         base(node.name)
         for file in sorted((ROOT / "liger_ops" / "ops").rglob("*.py"))
@@ -87,7 +88,7 @@ def written() -> set[str]:
 
 
 def found(registry: dict[str, Any]) -> Found:
-    """All existing parts of all ops."""
+    """Return the existing parts of all ops."""
     files = {f"liger_ops/ops/{file.name}" for file in (ROOT / "liger_ops/ops").rglob("*.py")}
     forms = {base(op.name): set() for op in op_table.OPS.values()}
     for name, op in op_table.OPS.items():
@@ -112,7 +113,7 @@ def found(registry: dict[str, Any]) -> Found:
 
 
 def needed(op: str) -> Iterator[tuple[str, str]]:
-    """The parts that an op needs, each with its place in `found`."""
+    """Yield the parts that an op needs, each as its place in `found`, and its name there."""
     yield "a file", f"liger_ops/ops/{op}.py"
     yield "torch.ops.liger", op
     yield "torch.ops.liger", f"{op}_backward"
@@ -130,6 +131,7 @@ def needed(op: str) -> Iterator[tuple[str, str]]:
 
 
 def missing(op: str, there: Found) -> list[str]:
+    """List the parts that an op needs and that do not exist."""
     return [
         f"{op}: {what} as {place}" if place == "a file" else f"{op}: {what} in {place}"
         for place, what in needed(op)

@@ -1,10 +1,9 @@
-"""The quick tier: what `-m quick` selects, and what the selected tests cover.
+"""The quick tier: how `-m quick` selects tests, and what they cover.
 
-`@pytest.mark.quick("op", "folder")` on a test with many cases selects one for each combination of
-the values of these parameters, the first; without parameters, one case of the test. A module's mark
-selects all of its tests. `path` names the way in which a test runs an op, if that is not the
-parameter `folder`. `rewrites` names the rewrites that a test makes; it fails if it does not make
-them.
+`@pytest.mark.quick("op", "folder")` on a test with many cases selects the first case for each
+combination of the values of these parameters; without parameters, one case of the test. A module's
+mark selects all of its tests. `path` names the way in which a test runs an op, if that is not the
+parameter `folder`. `rewrites` names the rewrites that a test makes; without them it fails.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import pytest
 import op_parts
 
 TESTS = op_parts.ROOT / "tests"
-# These run in the environment of triton-ascend alone.
+# These tests run in the environment of triton-ascend alone.
 APART = TESTS / "npu"
 
 
 @dataclass
 class Tier:
-    """The files of the collected tests, and what those of the tier cover."""
+    """The files of the collected tests, and the ops, rewrites and families that the tier covers."""
 
     files: set[Path] = field(default_factory=set)
     quick_files: set[Path] = field(default_factory=set)
@@ -37,7 +36,7 @@ class Tier:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file of tests is collected."""
+        """True if every file of tests is collected."""
         files = {file for file in TESTS.rglob("test_*.py") if APART not in file.parents}
         return files <= self.files
 
@@ -46,8 +45,7 @@ TIER = pytest.StashKey[Tier]()
 
 
 def select(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Take the mark from the cases that an earlier case stands for, and note what the others
-    cover."""
+    """Remove the mark from all but the first case of a combination; record what these cover."""
     tier = config.stash[TIER] = Tier()
     seen = set()
     for item in items:

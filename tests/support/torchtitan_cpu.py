@@ -1,10 +1,11 @@
 """torchtitan's trainer on CPUs: `torchrun torchtitan_cpu.py RESULTS torchtitan's arguments`.
 
-It trains three steps of a model's first layers on texts that are made here, and the first rank
+It trains a model's first layers for three steps on texts that this file makes. The first rank
 writes the losses, the norms of the gradients, and how often each op and collective ran, as JSON.
 
-What is of GPUs alone in torchtitan is replaced: the device's memory, flex_attention, whose backward
-has no CPU, by `scaled_dot_product_attention` with a dense mask, and NCCL's scaled sum by a sum.
+Parts of torchtitan that need a GPU are replaced: queries of the device's memory by constants,
+flex_attention, whose backward does not run on a CPU, by `scaled_dot_product_attention` with a dense
+mask, and NCCL's scaled sum by a sum.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 LAYERS = 2
-# Imported by a test too, in an environment without torchtitan.
+# A test imports these too, in an environment without torchtitan.
 OPTIONS = [
     *("--training.steps", "3", "--training.local_batch_size", "2", "--training.seq_len", "64"),
     *("--training.disable_cuda_graphs", "--validator.no-enable", "--checkpoint.no-enable"),
@@ -38,7 +39,7 @@ OPTIONS = [
 
 
 def torchtitan_on_cpus() -> Any:
-    """torchtitan's trainer module, which reads the device where it is imported."""
+    """Import torchtitan's trainer module, which reads the device at import, for CPUs."""
     torch._utils._get_available_device_type = lambda: "cpu"
     torch.cpu.get_device_name = lambda device=None: "CPU"
     torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=2**30)
@@ -77,7 +78,7 @@ def dense_attention(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of bytes."""
+    """Write a tokenizer of bytes."""
     words = [*sorted(ByteLevel.alphabet()), "<s>", "</s>"]
     model = tokenizers.models.BPE({word: index for index, word in enumerate(words)}, [])
     tokenizer = tokenizers.Tokenizer(model)
@@ -123,9 +124,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
-        found = train(arguments, folder)
+        result = train(arguments, folder)
     if dist.get_rank() == 0:
-        Path(results).write_text(json.dumps(found))
+        Path(results).write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -27,33 +27,38 @@ from launch_cases import LaunchCase, counted
 from op_checks import as_tuple
 from op_under_test import Case, OpUnderTest
 
-# Rows of up to this many elements are read once by every kernel that is not in EXCEPTIONS.
+# Every kernel that is not in EXCEPTIONS reads rows of up to this many elements once.
 READ_ONCE = 4096
-# And, in bfloat16, by npu kernels that keep rows in their own dtype: op, backward -> elements.
+# Op, whether backward -> the elements of the longest row of bfloat16 that an npu kernel reads once,
+# because it keeps the row in its own dtype. Rows of float32 are half as long.
 KEPT = {
     ("rms_norm", False): 16384, ("rms_norm", True): 8192, ("fused_add_rms_norm", False): 16384,
     ("fused_add_rms_norm", True): 8192, ("layer_norm", False): 16384, ("layer_norm", True): 8192,
     ("softmax", False): 32768, ("softmax", True): 16384, ("log_softmax", False): 32768,
     ("log_softmax", True): 16384,
 }  # fmt: skip
-# Backward npu kernels that keep x of wider rows, and read dy twice.
+# Op -> the longest row of which its backward npu kernel keeps x, and reads dy twice.
 X_KEPT = {"rms_norm": 16384, "fused_add_rms_norm": 16384}
+# Device, op, whether backward -> the reason for which rows are read twice.
 EXCEPTIONS = {
     ("npu", "gated_rms_norm", True): "1024 elements take 48% of the Unified Buffer",
     ("npu", "divergence_forward", False): "2048 elements take 93.2% of the Unified Buffer",
 }
-# Cost of two passes over a row above two reads, as a ratio: kernels that subtract a mean read the
-# first tile of a row before the first pass, to sum squares about its mean.
+# The share by which two passes over a row may exceed two reads: kernels that subtract a mean read a
+# row's first tile before the first pass, to sum squares about its mean.
 FIRST_TILE = 0.14
-# Single values per row, such as a statistic, may be read again, or be left to PyTorch.
+# Single numbers of a row, such as a statistic, may be read again, or be left to PyTorch.
 ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one call: moved and held by the tensors whose first dimension is the case's rows.
-    `other` is the bytes moved of weights, tables, and memory that the host code allocates between
-    kernels."""
+    """The bytes of a call.
+
+    moved: Those moved of the tensors with rows, whose first dimension is the case's.
+    inputs, outputs: Those that these tensors hold.
+    other: Those moved of weights, tables, and memory that the host code allocates between kernels.
+    """
 
     moved: int
     inputs: int
@@ -62,7 +67,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """Number of times that the row tensors cross the memory bus; the least is 1."""
+        """The number of times that the tensors with rows cross the memory bus; the least is 1."""
         return self.moved / (self.inputs + self.outputs)
 
     @property
@@ -77,7 +82,7 @@ Access = tuple[int, int]
 
 @contextmanager
 def accesses() -> Iterator[list[Access]]:
-    """List every access, with the number of bytes that its mask does not exclude."""
+    """List every access to global memory, without the bytes that its mask excludes."""
     listed: list[Access] = []
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
@@ -105,7 +110,7 @@ def accesses() -> Iterator[list[Access]]:
 
 
 def traffic(op: OpUnderTest, folder: str, backward: bool, case: Case) -> Traffic:
-    """The traffic of the kernels of one call with contiguous tensors."""
+    """Count the traffic of the kernels of one call with contiguous tensors."""
     args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
     with accesses() as listed:
         results = as_tuple(op.kernel(folder, backward)(*args))
@@ -136,12 +141,12 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def reduced_together(case: LaunchCase) -> int:
-    """The number of elements in a row, or in a group."""
+    """Return the number of elements in a row, or in a group."""
     return torch.Size(case.case.shape[1:]).numel() // getattr(case.case, "num_groups", 1)
 
 
 def excess(case: LaunchCase, folder: str, backward: bool, found: Traffic) -> str:
-    """A sentence if a call moves less than its tensors, or more than it may; else nothing."""
+    """Return a sentence if a call moves less than its tensors, or more than it may; else ''."""
     length, op = reduced_together(case), case.op.name
     once, x_kept = READ_ONCE, 0
     if folder == "npu":
@@ -161,23 +166,27 @@ def excess(case: LaunchCase, folder: str, backward: bool, found: Traffic) -> str
 
 
 def of_npu(case: tuple[int, bool]) -> tuple[str, float, str]:
-    """The name, the ratio and the excess of a case of npu.md, given by its index in `counted`
-    and its direction."""
+    """Return the name, the ratio and the excess of a case of npu.md.
+
+    case: Its index in `counted`, and whether it is backward.
+    """
     i, backward = case
     planned, few = list(counted())[i]
     name = f"{few.op.id}{'_backward' * backward} {planned.label}"
-    found = traffic(few.op, "npu", backward, few.case)
-    return name, found.ratio, excess(few, "npu", backward, found)
+    result = traffic(few.op, "npu", backward, few.case)
+    return name, result.ratio, excess(few, "npu", backward, result)
 
 
 def main() -> int:
-    """Print the ratio of every case of npu.md as JSON, by op, direction and label, and on the
-    standard error those that move too much: the exit status."""
+    """Print the ratio of every case of npu.md as JSON, by op, direction and label.
+
+    Print cases that move too much on the standard error; return 1 if there are any.
+    """
     cases = product(range(len(list(counted()))), (False, True))
     with Pool() as pool:
-        found = pool.map(of_npu, cases, chunksize=1)
-    print(json.dumps({name: ratio for name, ratio, _ in found}, indent=1))
-    problems = [problem for _, _, problem in found if problem]
+        results = pool.map(of_npu, cases, chunksize=1)
+    print(json.dumps({name: ratio for name, ratio, _ in results}, indent=1))
+    problems = [problem for _, _, problem in results if problem]
     print(*problems, sep="\n", end="\n" * bool(problems), file=sys.stderr)
     return 1 if problems else 0
 

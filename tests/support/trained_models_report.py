@@ -97,30 +97,30 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """Whether the backend is equal in all modes."""
+        """True if the backend is equal in all modes."""
         return set(self.results[: len(MODES)]) == {EQUAL}
 
 
 def rows(path: Path = DOCUMENT) -> dict[str, Row]:
-    """The rows of the document."""
-    found = {}
+    """Read the rows of the document, by model."""
+    result = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| ") and len(cells) > 1 + len(MODES) and cells[0] in MODELS:
             ops = Counter({op: int(count) for count, op in re.findall(r"(\d+) (\w+)", cells[1])})
             results = [*cells[2:], *[NOT_RUN] * len(WAYS)][: len(WAYS)]
-            found[cells[0]] = Row(ops, tuple(results))
-    return found
+            result[cells[0]] = Row(ops, tuple(results))
+    return result
 
 
 def trained(model: Model, ways: list[str]) -> Row:
-    """A row of which only the given ways are run."""
+    """Train a model in these ways; return its row, with NOT_RUN for the others."""
     ops: Counter[str] = Counter()
     results = dict.fromkeys(WAYS, NOT_RUN)
     for way in (FUSE, LORA):
         if way in ways:
-            found = fuse_steps.outcomes(model, lora=way == LORA)
-            results[way] = cell(fuse_steps.summary(found))
+            outcomes = fuse_steps.outcomes(model, lora=way == LORA)
+            results[way] = cell(fuse_steps.summary(outcomes))
     modes = [mode for mode in MODES if mode in ways]
     try:
         own = own_results(model) if modes else {}
@@ -139,7 +139,7 @@ def trained(model: Model, ways: list[str]) -> Row:
 
 
 def merged(old: Row | None, new: Row) -> Row:
-    """The new row, with the old results of what was not run."""
+    """Return the new row, with the old row's results for the ways that were not run."""
     if old is None:
         return new
     ran = set(new.results[: len(MODES)]) != {NOT_RUN}
@@ -152,12 +152,12 @@ def cell(text: object) -> str:
 
 
 def by_combination(cells: list[str]) -> str:
-    """How many models give each outcome with `fuse`, for each combination."""
+    """Return a table: how many models give each outcome with `fuse`, for each combination."""
     outcomes = fuse_steps.OUTCOMES
     lines = [["combination", *outcomes], ["---"] * (1 + len(outcomes))]
-    ran = [fuse_steps.read(one) for one in cells if one != NOT_RUN]
+    ran = [fuse_steps.read(text) for text in cells if text != NOT_RUN]
     for name, counts in fuse_steps.counts(ran).items():
-        lines.append([name, *(str(counts[one]) for one in outcomes)])
+        lines.append([name, *(str(counts[outcome]) for outcome in outcomes)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -168,7 +168,7 @@ def document(known: dict[str, Row]) -> str:
     equal = sum(row.equal for row in known.values())
     wrong = sum("**" in str(row) for row in known.values())
     compiled_wrong = sum(
-        any("**wrong**" in one for one in row.results[: len(MODES)]) for row in known.values()
+        any("**wrong**" in result for result in row.results[: len(MODES)]) for row in known.values()
     )
     summary = (
         f"{len(known)} of {len(MODELS)} models were trained. {equal} are equal in all three ways"
@@ -196,7 +196,7 @@ def document(known: dict[str, Row]) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Within it, no other process reads and writes the document."""
+    """Lock the document, so that no other process reads and writes it meanwhile."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

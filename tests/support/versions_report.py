@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reports" / "versions.md"
 
-# Version of torch -> what makes its environment, as arguments of `uv pip install`. The oldest has
+# Version of torch -> the arguments of `uv pip install` that make its environment. The oldest has
 # the lower bounds of pyproject.toml.
 VERSIONS: dict[str, tuple[str, ...]] = {
     "2.11": ("--resolution", "lowest-direct"),
@@ -72,19 +72,19 @@ def main() -> None:
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {[*VERSIONS]}")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
     parser.add_argument("--models", type=Path, metavar="DOCUMENT", help="read the counts of models")
-    given = parser.parse_args()
-    if given.models is not None:
-        return add_models(given.models)
-    there = dict(one.split("=", 1) for one in given.python)
+    arguments = parser.parse_args()
+    if arguments.models is not None:
+        return add_models(arguments.models)
+    pythons = dict(pair.split("=", 1) for pair in arguments.python)
     rows = recorded()
     failed = 0
-    for version in given.versions or VERSIONS:
-        python = there.get(version) or environment(version)
+    for version in arguments.versions or VERSIONS:
+        python = pythons.get(version) or environment(version)
         counts = tested(python)
         failed += counts["failed"]
         rows[version] = row(python, counts)
         DOCUMENT.write_text(document(rows, recorded_models()))
-        if version not in there:
+        if version not in pythons:
             shutil.rmtree(ROOT / f".venv-{version}")
     sys.exit(failed > 0)
 
@@ -124,14 +124,14 @@ def row(python: str, counts: dict[str, int]) -> str:
 
 
 def recorded() -> dict[str, str]:
-    """The rows of the document, by the version of torch without its last part."""
+    """Read the rows of the document, by the version of torch without its last number."""
     lines = DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else []
     rows = (line for line in lines if line.startswith("| 2."))
     return {".".join(line.split()[1].split(".")[:2]): line for line in rows}
 
 
 def recorded_models() -> list[str]:
-    """The rows of models, the oldest transformers first."""
+    """Read the rows of models, the oldest transformers first."""
     lines = DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else []
     return [line for line in lines if line.startswith("| 5.")]
 
@@ -145,17 +145,17 @@ def add_models(path: Path) -> None:
     (of,) = re.findall(r"^\d+ of (\d+) models were trained", path.read_text(), re.M)
     known = [row.results for row in models.rows(path).values()]
     backend = len(models.MODES)
-    adapted = [one[backend + 1] for one in known if one[backend + 1] != models.NOT_RUN]
+    adapted = [ways[backend + 1] for ways in known if ways[backend + 1] != models.NOT_RUN]
     counts = {
         "models": f"{len(known)} of {of}",
-        "backend equal": sum(set(one[:backend]) == {models.EQUAL} for one in known),
-        "`fuse` equal": sum(one[backend] == models.EQUAL for one in known),
+        "backend equal": sum(set(ways[:backend]) == {models.EQUAL} for ways in known),
+        "`fuse` equal": sum(ways[backend] == models.EQUAL for ways in known),
         "LoRA equal": adapted.count(models.EQUAL) if adapted else models.NOT_RUN,
-        "wrong or failed": sum("**" in " ".join(one) for one in known),
+        "wrong or failed": sum("**" in " ".join(ways) for ways in known),
     }
     assert tuple(counts) == COUNTS
     new = [transformers, torch, *map(str, counts.values()), str(datetime.date.today())]
-    others = [one for one in recorded_models() if one.split()[1] != transformers]
+    others = [line for line in recorded_models() if line.split()[1] != transformers]
     rows = sorted([*others, f"| {' | '.join(new)} |"], key=lambda row: row.split()[1].split("."))
     DOCUMENT.write_text(document(recorded(), rows))
 

@@ -39,6 +39,7 @@ def load_gate_and_up(
     gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up,
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Load a tile of gate and of up; if INTERLEAVED, both are columns of gate_ptr in turn."""
     if INTERLEAVED:
         pairs = load(gate_ptr, row, col * 2, M, N * 2, stride_gate, BLOCK_M, BLOCK_N * 2)
         gate, up = tl.split(tl.reshape(pairs, (BLOCK_M, BLOCK_N, 2)))
@@ -90,7 +91,7 @@ def _gated_backward_kernel(
 
 
 def _cost(activation: Activation) -> str:
-    """The key of the forward in COSTS."""
+    """Return the forward kernel's key in COSTS."""
     return f"interleaved_{activation.name}" if activation.interleaved else activation.name
 
 

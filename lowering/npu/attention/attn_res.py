@@ -1,4 +1,4 @@
-"""attn_res. M tokens, N columns; the tiles are in lowering/common/attention/attn_res_math.py."""
+"""attn_res. M tokens, N columns; lowering/common/attention/attn_res_math.py computes the tiles."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def _attn_res_backward_kernel(
 def _launch_scores(
     plan: Plan, x: Tensor, w: Tensor, dy: Tensor | None, numbers: Tensor, eps: float
 ) -> None:
+    """Fill `numbers` with each row's score and, if dy is given, its 1 / rms and dalpha."""
     score, rstd, dalpha = numbers if dy is not None else (numbers[0], None, None)
     blocks, M, N = x.shape
     launch(

@@ -1,7 +1,7 @@
-"""multi_token_attention: p from scores, and the gradient of scores. M rows, a query each, of L
-scores; query i has those of keys 0 to i.
+"""multi_token_attention: the probabilities p of scores, and the gradient of scores.
 
-A tile has one row, so that its mask is a number of columns.
+There are M rows of L scores, one for each query; query i sees the keys 0 to i. A tile has one row,
+so that its mask is a number of columns.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ COSTS["causal_sparse_backward"] = Cost({2: 60.8, 4: 60.8}, {2: 93.0, 4: 93.0})
 
 @triton.jit
 def _keys(row, L):
-    """How many keys the query of a row has."""
+    """Return the number of keys that the query of a row sees."""
     return (row % L + 1).to(tl.int32)
 
 
 @triton.jit
 def _whole_probabilities(x, steps, SPARSE: tl.constexpr):
+    """Return the sparsemax of a whole row if SPARSE, else its softmax."""
     if SPARSE:
         return whole_sparsemax(x, steps, 1)
     else:
@@ -86,8 +87,11 @@ def _causal_backward_kernel(
 def _wide_totals(
     x_ptr, keys, steps, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The maximum and the total of a row of scores that fits no tile. Every step of Newton's
-    iteration finds it in the L2 cache."""
+    """Return the maximum and the total of a row that fits no tile.
+
+    The total is the sum of exponentials relative to the maximum or, if SPARSE, sparsemax's tau.
+    Every step of Newton's iteration finds the row in the L2 cache.
+    """
     cols = tl.arange(0, BLOCK_N)[None, :]
     if SPARSE:
         maximum = tl.full((BLOCK_M, 1), -float("inf"), tl.float32)
@@ -97,7 +101,8 @@ def _wide_totals(
         total = tl.full((BLOCK_M, 1), -1.0, tl.float32)
         count = tl.full((BLOCK_M, 1), float("inf"), tl.float32)
         active = tl.full((BLOCK_M, 1), 1.0, tl.float32)
-        # The last column that a step reads: none once the iteration has ended.
+        # The columns that a step reads: none once the iteration has converged, as Triton's loops
+        # have no break.
         end = keys
         for _ in tl.range(0, steps):
             sum = tl.zeros((BLOCK_M, 1), tl.float32)
@@ -173,6 +178,7 @@ def _causal_wide_backward_kernel(
 
 
 def launch_forward(scores: Tensor, p: Tensor, sparse: bool, plan: Plan | None = None) -> None:
+    """Write the probabilities of scores into p."""
     x = tiling.rows(scores)
     plan = plan or tiling.plan("causal_sparse" if sparse else "causal", x.shape[1], x, p)
     _launch((_causal_kernel, _causal_wide_kernel), plan, x, p, sparse=sparse)
@@ -181,7 +187,7 @@ def launch_forward(scores: Tensor, p: Tensor, sparse: bool, plan: Plan | None = 
 def launch_backward(
     dp: Tensor, scores: Tensor, dscores: Tensor, sparse: bool, plan: Plan | None = None
 ) -> None:
-    """dscores may be dp."""
+    """Write the gradient of scores into dscores, which may be dp itself."""
     dp, x = tiling.rows(dp), tiling.rows(scores)
     name = "causal_sparse_backward" if sparse else "causal_backward"
     plan = plan or tiling.plan(name, x.shape[1], dp, x)
@@ -190,7 +196,7 @@ def launch_backward(
 
 
 def _launch(kernels: tuple[Any, Any], plan: Plan, *tensors: Tensor, sparse: bool) -> None:
-    """Launch the kernel of rows that fit a tile, or of those that do not."""
+    """Launch the kernel for rows: kernels[0] if they fit the tile, else kernels[1]."""
     M, L = tensors[0].shape
     kernel = kernels[0] if plan.whole(L) else kernels[1]
     launch(kernel, replace(plan, BLOCK_M=1), M, *tensors, M, L, most_steps(L), SPARSE=sparse)

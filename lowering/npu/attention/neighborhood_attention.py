@@ -1,6 +1,11 @@
-"""neighborhood_attention: a program takes tiles in turn. A tile is a run of queries of one row and
-residue class, and walks the runs of keys that their windows cover; or a run of keys, and walks the
-runs of queries that attend to them. The products are the cube core's."""
+"""neighborhood_attention.
+
+A run is some consecutive positions of one row, among those of one residue class modulo the
+dilation. In the forward and in the gradient of queries, a tile is a run of queries, and walks the
+runs of keys that their windows cover. In the gradient of keys and values it is a run of keys, and
+walks the runs of queries that attend to them. A program takes tiles in turn; the cube core computes
+the products.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,11 @@ from ...common.sizes import next_power_of_2
 from ..tile import remaining
 from ..tiling import UB_SHARE, Plan, launch, ub_bytes, vector_cores
 
-# Added to scores outside the windows. exp of a score below it is 0 in float32, as of -inf, but the
-# difference of two of these is not NaN.
+# The score outside the windows. As with -inf, its exponential is 0 in float32, but the difference
+# of two such scores is not NaN.
 FAR = tl.constexpr(-1e30)
 
-# Bytes of the Unified Buffer for each element of a run's rows and of its scores. The planners of
+# Bytes of the Unified Buffer per element of a run's vectors and of its scores. The planners of
 # ascendnpu-ir 1.0.0, 1.1.0 and 1.2.0 take at most 83% of 196608 bytes for every run that this and
 # the longest runs below allow. With 64 queries the gradient of queries takes up to 99%.
 COST = 20.0
@@ -28,6 +33,8 @@ LONGEST_RUN_OF_QUERY_GRADIENT = 32
 
 @triton.jit
 def _row_of_tile(tile, heads, Y, X, dilation_y, dilation_x, tiles_x, BLOCK: tl.constexpr):
+    """Return a tile's batch, head, row, residue class of columns, the lengths of its classes in y
+    and x, and the index of the run's first position in its class."""
     first = tile % tiles_x * BLOCK
     tile = tile // tiles_x
     class_x = tile % dilation_x
@@ -43,6 +50,7 @@ def _row_of_tile(tile, heads, Y, X, dilation_y, dilation_x, tiles_x, BLOCK: tl.c
 
 @triton.jit
 def _offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """Return the offsets of a run's vectors, as int64 if WIDE."""
     rows = tl.arange(0, BLOCK)[:, None]
     if WIDE:
         rows = rows.to(tl.int64)
@@ -51,13 +59,16 @@ def _offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.conste
 
 @triton.jit
 def _mask(count, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask of `count` vectors of D elements."""
     return (tl.arange(0, BLOCK)[:, None] < count) & (tl.arange(0, BLOCK_D)[None, :] < D)
 
 
 @triton.jit
 def _seen(key, first, end):
-    """1.0 where key is from first to end, else 0.0; int32 comparisons would run as a scalar loop on
-    CANN 8.5."""
+    """Return 1.0 where first <= key < end, else 0.0.
+
+    Comparisons of int32 would run as a scalar loop on CANN 8.5.
+    """
     from_first = tl.minimum(tl.maximum(key - first + 1, 0), 1)
     to_end = tl.minimum(tl.maximum(end - key, 0), 1)
     return (from_first * to_end).to(tl.float32)
@@ -72,7 +83,8 @@ def _neighborhood_forward_kernel(
     SHIFTED_Y: tl.constexpr, SHIFTED_X: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # BLOCK_M queries or keys, and BLOCK_N columns.
+    # A run is BLOCK_M queries or keys, whose vectors have D of BLOCK_N columns. In names, at is a
+    # query's position in x, and q_at, k_at and so on are offsets in memory.
     run = tl.arange(0, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         batch, head, row, class_x, n_y, n_x, first = _row_of_tile(
@@ -114,7 +126,7 @@ def _neighborhood_forward_kernel(
             product = tl.dot(p.to(v.dtype), v, input_precision="ieee")
             mixed = mixed * decay[:, None] + product
             maximum = higher
-        # A query behind the last may have no keys.
+        # A query past the run's end may see no keys: its total is 0.
         total = tl.maximum(total, 1e-30)
         y = (mixed / total[:, None]).to(y_ptr.dtype.element_ty)
         y_at = batch * y_b + head * y_h + row.to(tl.int64) * y_y + at * y_x
@@ -223,7 +235,7 @@ def _neighborhood_key_gradient_kernel(
         dv = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         q_offsets = _offsets(q_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
         dy_offsets = _offsets(dy_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
-        # All heads of query that share the head of key, each with all runs of its queries.
+        # All heads of queries that share this head of keys, each with all runs of its queries.
         for turn in tl.range(0, turns * group):
             head = key_head * group + turn // turns
             step = turn % turns
@@ -241,7 +253,7 @@ def _neighborhood_key_gradient_kernel(
             lse_offsets = run * dilation_x
             lse = tl.load(lse_ptr + lse_at + lse_offsets, mask=run < count, other=0.0)
             start, end = keys_of(query_first + run, n_x, left_x, right_x, SHIFTED_X)
-            # A query behind the last that is loaded sees no key.
+            # A query past the run's end, which is not loaded, must see no key.
             end = tl.minimum(end, (count - run) * (n_x + 1))
             seen = _seen((first + run)[:, None], start[None, :], end[None, :])
             score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
@@ -265,9 +277,10 @@ def _neighborhood_key_gradient_kernel(
 
 
 def plan_runs(problem: Problem, longest: int) -> Plan:
-    """The longest run, but at least 16 positions, whose rows and scores fit the buffer."""
+    """Choose the longest run, of at least 16 positions, whose vectors and scores fit the buffer."""
     BLOCK_N = next_power_of_2(max(16, problem.D))
-    # Rows that are apart take several times the buffer: with 64 the gradient of keys needs 203%.
+    # Vectors that are apart in memory, as with a dilation, take several times the buffer: with runs
+    # of 64 the gradient of keys needs 203%.
     run = 16 if problem.x.dilation > 1 else longest
     while run > 16 and run * (BLOCK_N + run) * COST > ub_bytes() * UB_SHARE:
         run //= 2
@@ -285,6 +298,7 @@ def launch_runs(
     kind: str, problem: Problem, tensors: tuple[Tensor | None, ...],
     strided: tuple[Tensor | None, ...], plan: Plan | None,
 ) -> None:  # fmt: skip
+    """Launch a kernel of KERNELS. The strides of `strided` are its arguments, in that order."""
     longest = LONGEST_RUN_OF_QUERY_GRADIENT if kind == "query" else LONGEST_RUN
     plan = plan or plan_runs(problem, longest)
     heads = problem.key_heads if kind == "key" else problem.heads

@@ -1,1 +1,1 @@
-"""What runs on an NPU: experts."""
+"""Triton-Ascend kernels and grouped matrix products: mixtures of experts."""

@@ -1,11 +1,11 @@
 """moe_experts on NPUs: npu_grouped_matmul, and kernels between its products.
 
-PyTorch sorts the ids of experts, and gathers rows of tokens. The rows of sentinels are behind those
-of experts. The products leave them undefined, and no kernel reads them.
+PyTorch sorts the ids of experts, and gathers rows of tokens. The rows of sentinels (ids that are no
+expert) are behind those of experts. The products leave them undefined, and no kernel reads them.
 
-For each row, of D and I columns, the kernels of a gated activation move 3I + D elements of x's
-dtype in the forward, and 6I + D in the backward. PyTorch's operations move 5I + 11D in the forward,
-because their weighted sum is of float32.
+For each row, with D hidden and I intermediate columns, the kernels of a gated activation move
+3I + D elements of x's dtype in the forward, and 6I + D in the backward. PyTorch's operations move
+5I + 11D in the forward, because their weighted sum is in float32.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ COSTS.update(
         "interleaved_moe_slopes": Cost({}, {2: 143, 4: 143}),
     }
 )
-# The columns of a product that sums rows: fewer are padded by a cube core.
-SUMS = 16
+# Columns of ones, or of weights, in a product that sums rows: a cube core pads fewer to 16.
+SUM_COLUMNS = 16
 
 
 @triton.jit(do_not_specialize=["M", "E", "top_k"])
@@ -53,8 +53,7 @@ def _moe_combine_kernel(
     rows_ptr, places_ptr, weights_ptr, offsets_ptr, y_ptr, M, N, E, top_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum of each token's rows, in order, without those of sentinels; times their weights, if
-    there are weights."""
+    """Sum each token's rows in order, times their weights if any, without those of sentinels."""
     cols = tl.arange(0, BLOCK_N)[None, :]
     across = tl.cdiv(N, BLOCK_N)
     end = tl.load(offsets_ptr + E)
@@ -64,6 +63,7 @@ def _moe_combine_kernel(
         inside = remaining(N, col, BLOCK_N)
         total = tl.zeros((1, BLOCK_N), tl.float32)
         for k in tl.range(0, top_k):
+            # A row from `end` on is a sentinel's: the whole tile is masked off and adds 0.
             row = tl.load(places_ptr + token * top_k + k)
             mask = cols < tl.where(row < end, inside, 0)
             values = load(rows_ptr + row.to(tl.int64) * N + col, cols, mask)
@@ -81,15 +81,19 @@ def _moe_slopes_kernel(
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up = the row's weight times da through the activation's slopes,
-    act = the weight times the activation, and dweights = the sum of da times the activation.
-    `stride` is that of the rows of gate and up."""
+    """Compute the gradients of gate and up, act and dweights from da, the unweighted gradient of
+    the activation's result.
+
+    The gradients are weight * da through the activation's slopes. act is weight * activation, and
+    dweights the sum of da * activation over the columns. `stride` is that of gate's and up's rows.
+    """
     rows = tl.arange(0, BLOCK_M)[:, None]
     end = tl.load(offsets_ptr + E)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         exists = rows < remaining(M, row, BLOCK_M)
         weight = load(weights_ptr + row, rows, exists)
+        # Rows from `end` on are sentinels': loaded as 0, so that their gradients are 0.
         total = tl.zeros((BLOCK_M, 1), tl.float32)
         for col in tl.range(0, N, BLOCK_N):
             da = load_part(da_ptr, row, col, end, N, N, BLOCK_M, BLOCK_N)
@@ -132,9 +136,9 @@ class _Rows(rows.ExpertRows):
         return product_over_rows(a, b, self.ends)
 
     def sums(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """One column of a product."""
+        """Sum the rows of each expert, times their weights if any, as a column of a product."""
         column = rows.new_ones(len(rows)) if weights is None else weights.to(rows.dtype)
-        columns = column.unsqueeze(1).expand(-1, SUMS).contiguous()
+        columns = column.unsqueeze(1).expand(-1, SUM_COLUMNS).contiguous()
         # By way of one dimension, for the strides of a single expert.
         return self.product_over_rows(columns, rows)[:, 0].flatten().view(self.E, -1)
 
@@ -143,6 +147,7 @@ class _Rows(rows.ExpertRows):
         return self.offsets[1:].long()
 
     def combine(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the rows of each token, times their weights if any."""
         T, K = self.exists.shape
         N = rows.shape[1]
         y = rows.new_empty(T, N)
@@ -165,6 +170,7 @@ class _Rows(rows.ExpertRows):
         dh, act = torch.empty_like(h), torch.empty_like(da) if wants_act else None
         dweights = da.new_empty(M, dtype=torch.float32) if wants_dweights else None
         activation, scalars = activation_of(self.call)
+        # Whether gate and up are not two halves of h's columns.
         interleaved = self.call.interleaved
         whole = interleaved or activation == "relu_squared"
         op = "interleaved_moe_slopes" if interleaved else "moe_slopes"

@@ -1,7 +1,7 @@
 """mhc_coeffs: the kernels around aclnn's products. M tokens, whose rows have K elements.
 
-What has a few numbers a token is stored in blocks of tokens, with the tokens as the last axis: a
-vector of an NPU then has the same number of several tokens.
+Tensors with a few numbers a token are stored in blocks of tokens, with the tokens as the last axis:
+a vector instruction then works on one number of many tokens, and not on a short row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ..tiling import COSTS, Cost, Plan, launch
 
 # (1, 8192): 75.1%.
 COSTS["mhc_row_rstd"] = Cost({}, {2: 20.0, 4: 20.0})
-# Elements of the matrices of a block of tokens. 8 x 8 x 32: 64.0%.
+# Per element of the matrices of a block of tokens, (H, H, tokens). 8 x 8 x 32: 64.0%.
 COSTS["mhc_coeffs"] = Cost({}, {2: 70.0, 4: 70.0})
 # 4 x 4 x 32, and 8 x 8 x 8: 49.2%. 4 x 4 x 64: 94.7%.
 COSTS["mhc_coeffs_backward"] = Cost({}, {2: 190.0, 4: 190.0})
 # (1, 4096): 41.7%.
 COSTS["mhc_dx"] = Cost({}, {2: 40.0, 4: 40.0})
 
+# The most tokens in a block.
 MOST_TOKENS = 64
 
 
@@ -105,7 +106,7 @@ def _dx_kernel(
 
 
 def plan(form: CoefficientsProblem, backward: bool) -> Plan:
-    """BLOCK_N is the tokens of a block."""
+    """Choose the tokens of a block, BLOCK_N."""
     cost = COSTS["mhc_coeffs_backward" if backward else "mhc_coeffs"].wide[4]
     elements = tiling.tile_elements(cost, tiling.ub_bytes())
     tokens = max(8, min(MOST_TOKENS, elements // form.H**2))
@@ -113,6 +114,7 @@ def plan(form: CoefficientsProblem, backward: bool) -> Plan:
 
 
 def row_rstd(x: Tensor, eps: float, rstd: Tensor, plan: Plan) -> None:
+    """Fill rstd with 1 / rms of each row of x."""
     M, K = x.shape
     rows = tiling.plan("mhc_row_rstd", K, x)
     launch(_row_rstd_kernel, rows, M, x, rstd, M, K, eps)
@@ -122,6 +124,7 @@ def coefficients(
     form: CoefficientsProblem, product: Tensor, rstd: Tensor, pre_eps: float,
     h_pre: Tensor, h_post: Tensor, h_res: Tensor, plan: Plan,
 ) -> None:  # fmt: skip
+    """Fill h_pre, h_post and h_res from `product`, x @ phi, and the rows' rstd."""
     M, T = product.shape[0], plan.BLOCK_N
     blocks = in_blocks(product, T)
     h = torch.empty_like(blocks)
@@ -141,6 +144,7 @@ def gradients(
     product: Tensor, rstd: Tensor, dproduct: Tensor, of_norm: Tensor, sums: Tensor | None,
     plan: Plan,
 ) -> None:  # fmt: skip
+    """Fill dproduct, of_norm (the factor of x in dx) and the sums over tokens, if wanted."""
     M, T = product.shape[0], plan.BLOCK_N
     counts = (form.hc, form.hc, form.hc * form.hc)
     dh = torch.cat(
@@ -164,7 +168,7 @@ def gradients(
 
 
 def in_blocks(tensor: Tensor, T: int) -> Tensor:
-    """(M, count) as (blocks, count, T); the last block is filled up with zeros."""
+    """Return (M, count) as (blocks, count, T), with zeros after the last token."""
     M, count = tensor.shape
     blocks = cdiv(M, T)
     filled = torch.nn.functional.pad(tensor, (0, 0, 0, blocks * T - M))
@@ -172,10 +176,12 @@ def in_blocks(tensor: Tensor, T: int) -> Tensor:
 
 
 def out_of_blocks(blocks: Tensor, M: int) -> Tensor:
+    """Return (blocks, count, T) as (M, count): the inverse of `in_blocks`."""
     return blocks.transpose(1, 2).reshape(-1, blocks.shape[1])[:M]
 
 
 def fill_dx(product: Tensor, x: Tensor, of_norm: Tensor, dx: Tensor) -> None:
+    """Fill dx with product - x * of_norm, where of_norm is a number for each row."""
     tensors = [product, x, dx]
     M, K = x.shape
     plan = tiling.elementwise_plan("mhc_dx", M, K, *tensors)

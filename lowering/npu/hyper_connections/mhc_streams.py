@@ -1,5 +1,5 @@
-"""mhc_pre and mhc_post_res. Each core takes some of M tokens, and goes over their C channels in
-tiles, which have all streams."""
+"""mhc_pre and mhc_post_res. A program takes some of the M tokens, and goes over their C channels in
+tiles with all streams."""
 
 from __future__ import annotations
 
@@ -125,11 +125,12 @@ KERNELS = {
 
 
 def launch_op(op: str, x: Tensor, plan: Plan | None, *tensors: Tensor | None) -> None:
+    """Launch the kernel of an op for x, (M, hc, C)."""
     M, hc, C = x.shape
     H = next_power_of_2(hc)
     if plan is None:
         elements = tiling.tile_elements(COSTS[op].wide[4], tiling.ub_bytes())
-        width = tiling.chunk(C, max(tiling.MIN_BLOCK_N, elements // H))
+        width = tiling.chunk_width(C, max(tiling.MIN_BLOCK_N, elements // H))
         plan = Plan(H, width, tiling.vector_cores())
     launch(KERNELS[op], replace(plan, BLOCK_M=H), M, *tensors, M, C, HC=hc)
 

@@ -1,4 +1,4 @@
-"""divergence of the kind cosine. M tokens, V classes."""
+"""divergence of the kind cosine. M tokens, V classes of the student and W of the teacher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _cosine_kernel(
     M, V, W, size, student_scale, teacher_scale, student_softcap, teacher_softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Rows are read once. A class that one side lacks is 0 there.
+    # Rows are read once. A class that student or teacher lacks is 0 there.
     if W is None:
         # Both have V classes, and one mask.
         W = V

@@ -44,7 +44,8 @@ def _walk_kernel(
 ):  # fmt: skip
     # Online softmax: each row keeps a running maximum, and a sum of exponentials relative to it.
     rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
-    # Whether columns past the last stay -inf in x without a mask.
+    # Whether columns past the last may be loaded as -inf: a softcap would make them finite, and a
+    # weighted sum of x NaN.
     BY_ITSELF: tl.constexpr = (softcap is None) and (weighted_x_ptr is None)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
@@ -82,8 +83,8 @@ def _walk_kernel(
                 if weight_ptr is not None:
                     class_weight = load(weight_ptr + col, cols, cols < count)
                 if CENTRED:
-                    # The sum is that of x less the row's maximum, and moves with it. Without
-                    # classes so far the sum of weights is 0, which -inf would make NaN.
+                    # A sum of weight * (x - maximum): it is corrected when the maximum changes. In
+                    # the first turn the sum of weights is 0, which times -inf would be NaN.
                     weighted_x += weight_sum * tl.maximum(below, LOWEST)
                     weight_sum += tl.sum(class_weight, axis=1)[:, None]
                     capped -= higher
@@ -146,7 +147,7 @@ def _gradient_kernel(
             mask = row_mask & (cols < count)
             start = row * V + col
             logits = load(logits_ptr + start, offsets, mask)
-            # lse is inf for a token without a gradient, whose logits may be NaN.
+            # An lse of inf marks a token without a gradient, whose logits may be NaN.
             logits = tl.where(lse != float("inf"), logits, 0.0)
             x = effective(logits, logit_scale, softcap)
             class_weight = 1.0
@@ -165,10 +166,10 @@ def _gradient_kernel(
 def loss_and_gradient(
     call: Any, logits: Tensor, tokens: TokenTensors, gradient: bool, plan: Plan | None = None
 ) -> None:
-    """Fill the results of each token that are given; with `gradient` write d(sum of loss) / dlogits
-    over the logits.
+    """Fill the results of each token that are not None.
 
-    logits: (M, V), contiguous. If a target is out of range, its loss is NaN.
+    logits: (M, V), contiguous; with `gradient`, d(sum of loss) / dlogits is written over them.
+    If a target is out of range, its loss is NaN.
     """
     M, V = logits.shape
     if M == 0:
@@ -226,8 +227,8 @@ def loss_and_gradient(
         predicted_tokens.copy_(predicted)
     if gradient:
         grads = (torch.ones_like(lse), None, None, None)
-        given = (lse, weights, counts, inside, class_sum, V)
-        factors = definition.gradient_factors(call, grads, *given)
+        rest = (lse, weights, counts, inside, class_sum, V)
+        factors = definition.gradient_factors(call, grads, *rest)
         column = torch.where(inside, target, -1)
         rows = (lse, lse_error)
         _launch_gradient(call, factors, column, None, None, logits, weight, rows, logits, plan)
@@ -271,8 +272,11 @@ def _launch_gradient(
     logits: Tensor, weight: Tensor | None, rows: tuple[Tensor, Tensor], dlogits: Tensor,
     plan: Plan | None,
 ) -> None:  # fmt: skip
-    """rows: lse and its error. exp((x - lse) - lse_error) is exp(x - lse) with a factor of the row,
-    and entropy has the error's part of the logarithm."""
+    """Launch the gradient's kernel.
+
+    rows: lse and its error. The kernel computes exp(x - lse) alone: `factor` below corrects it to
+        exp((x - lse) - lse_error), and the caller has subtracted the error from the entropy.
+    """
     M, V = logits.shape
     lse, lse_error = rows
     factor = torch.exp(-lse_error)
@@ -281,6 +285,7 @@ def _launch_gradient(
     plain = call.softcap is None and not smoothing and dentropy is None
     name = "cross_entropy" if plain else "cross_entropy_options"
     plan = plan or tiling.plan(f"{name}_backward", V, logits)
+    # column is int32, because a comparison of int64 would run as a scalar loop.
     launch(
         _gradient_kernel, plan, cdiv(M, plan.BLOCK_M),
         logits, weight if smoothing else None, torch.where(alive, lse, float("inf")),
@@ -291,16 +296,17 @@ def _launch_gradient(
 
 
 def _scale(call: Any) -> float | None:
+    """Return logit_scale, or None if it is 1: the kernel is then compiled without it."""
     return None if call.logit_scale == 1 else call.logit_scale
 
 
 def _inside(target: Tensor, V: int, ignore_index: int) -> Tensor:
-    """Whether a target is one of the classes."""
+    """Return whether each target is one of the classes."""
     return (target >= 0) & (target < V) & (target != ignore_index)
 
 
 def _class_sum(weight: Tensor | None, V: int, label_smoothing: float) -> Tensor | int:
-    """sum_c weight_c if label smoothing needs it, else V."""
+    """Return the sum of the classes' weights if label smoothing needs it, else V."""
     return V if weight is None or label_smoothing == 0 else weight.sum(dtype=torch.float32)
 
 

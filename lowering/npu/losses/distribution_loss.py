@@ -16,7 +16,8 @@ from ..activations.elementwise import place, store, tiles
 from ..tile import load, remaining, tile_offsets
 from ..tiling import COSTS, Cost, Plan, launch
 
-# The most that the reductions, the dtypes and the labels of a kind take, for both gradients.
+# Kind of loss -> bytes per element: the most that any reduction, dtype and labels take, with both
+# gradients.
 FORWARD = {
     # (1, 4096): 80.4%, and 84.5% for the losses of elements.
     "kl_div": 40.7,
@@ -113,6 +114,7 @@ def _distribution_loss_backward_kernel(
 def launch_loss(
     form: DistributionLoss, within: Tensor | None, loss: Tensor, plan: Plan | None
 ) -> None:
+    """Fill loss, (M,) or by elements (M, V), with 0 for rows that are not `within`."""
     x, y = tiling.rows(form.x), tiling.rows(form.y)
     M, V = x.shape
     plan = plan or tiling.plan(f"distribution_loss_{form.kind}", V, x, y)
@@ -131,6 +133,7 @@ def launch_backward(
     form: DistributionLoss, within: Tensor | None, grad: Tensor,
     dx: Tensor | None, dy: Tensor | None, plan: Plan | None,
 ) -> None:  # fmt: skip
+    """Fill dx and dy. grad: a number, (M,) or (M, V), of any strides."""
     x, y = tiling.rows(form.x), tiling.rows(form.y)
     each = grad.dim() == 2
     kind = "labelled_jsd" if form.kind == "jsd" and within is not None else form.kind

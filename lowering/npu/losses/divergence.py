@@ -1,4 +1,4 @@
-"""divergence. M tokens, V classes."""
+"""divergence. M tokens, V classes of the student and W of the teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..tile import load, load_logits, online_updated, remaining, tile_offsets, w
 from ..tiling import COSTS, Cost, Plan, launch
 from .cosine import cosines
 
-# For jsd and tvd, which take most. whole (1, 1024): 47.1%, (1, 2048): 93.2%.
+# Measured for jsd and tvd, which take the most. whole (1, 1024): 47.1%, (1, 2048): 93.2%.
 # wide (1, 2048): 63.8% | 75.3%.
 COSTS["divergence"] = Cost({2: 90.0, 4: 90.0}, {2: 61.3, 4: 72.3})
 # (1, 2048): 79.5% | 87.8%, (2, 512): 56.1% | 56.1%, (64, 16): 62.6% in bf16.
@@ -32,17 +32,17 @@ COSTS["divergence_options_backward"] = Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 
 
 @triton.jit
 def _load(ptr, offsets, mask, cols, count, scale, softcap):
-    """A tile of scaled and capped logits, -inf past the last of `count` columns."""
+    """Load a tile of scaled and capped logits, with -inf past the last of `count` columns."""
     x = effective(load_logits(ptr, offsets, mask), scale, softcap)
     if softcap is not None:
-        # The logarithm of 0 is -inf. A cap has made every logit finite.
+        # Adding log(0) makes columns past `count` -inf again: the cap has made every logit finite.
         x += tl.log(within(cols, count))
     return x
 
 
 @triton.jit
 def _log_softmax(x):
-    """The logarithms of the probabilities of whole rows, and lse and its error."""
+    """Return the log-probabilities of whole rows, and their lse and its rounding error."""
     highest = tl.maximum(tl.max(x, axis=1), LOWEST)[:, None]
     shifted = x - highest
     log_sum = tl.log(tl.sum(tl.exp(shifted), axis=1)[:, None])
@@ -60,8 +60,8 @@ def _divergence_kernel(
     KIND: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # If the rows are WHOLE in the tile, they are read once. If not, the first pass is an online
-    # softmax of both: a running maximum, and a sum of exponentials relative to it. Where lse is
-    # known, there is only the second.
+    # softmax of both: a running maximum, and a sum of exponentials relative to it. If the caller
+    # knows both lse, only the second pass runs.
     if W is None:
         # Both have V classes, and one mask.
         W = V
@@ -204,7 +204,8 @@ def _divergence_backward_kernel(
                     if student_softcap is not None:
                         z = x * hard_scale
                     else:
-                        # Not x, which the temperature has rounded.
+                        # Loaded again: x has been multiplied by the temperature's scale, and
+                        # rounded.
                         count = remaining(V, col, BLOCK_N)
                         mask = row_mask & (cols < count)
                         z = _load(student_tile, offsets, mask, cols, count, hard_scale, None)
@@ -226,7 +227,10 @@ def divergences(
     target: Tensor | None, results: tuple[Tensor, ...], plan: Plan | None = None,
     known: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fill the six results of each token."""
+    """Fill the six results of each token, with 0 for ignored tokens.
+
+    known: Both lse over all classes and their errors; the logits are then those of some classes.
+    """
     student, teacher = tiling.rows(student_logits), tiling.rows(teacher_logits)
     (M, V), W = student.shape, teacher.shape[1]
     if M == 0:
@@ -254,9 +258,13 @@ def gradients(
     dstudent: Tensor | None, dteacher: Tensor | None,
     hard: Hard | None = None, plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """Fill dstudent, which may be the student's logits themselves, and dteacher. grad: (M,) of any
-    stride, also 0. dstudent: (M, V) and dteacher: (M, W), contiguous. saved are the results of
-    `divergences`."""
+    """Fill dstudent, which may be the student's logits themselves, and dteacher.
+
+    grad: (M,) of any stride, also 0.
+    saved: The results of `divergences`.
+    dstudent: (M, V), contiguous; dteacher: (M, W), contiguous.
+    hard: The cross-entropy of labels, whose gradient is added to dstudent.
+    """
     student, teacher = tiling.rows(student_logits), tiling.rows(teacher_logits)
     (M, V), W = student.shape, teacher.shape[1]
     if M == 0:
@@ -268,12 +276,14 @@ def gradients(
     divergence, share, *both_lse, student_error, teacher_error = saved
     grad, column = grad.contiguous(), None
     if target is not None:
+        # An lse of inf tells the kernel that a token is ignored.
         ignored = target == options.ignore_index
         grad = torch.where(ignored, 0.0, grad)
         both_lse = [torch.where(ignored, float("inf"), lse) for lse in both_lse]
     hard_grad, hard_lse, hard_error, hard_scale = hard or (None,) * 4
     if hard is not None:
         hard_grad = torch.where(ignored, 0.0, hard_grad)
+        # int32: a comparison of int64 would run as a scalar loop. No column is -1.
         column = torch.where((target >= 0) & (target < V), target, -1).int()
     launch(
         _divergence_backward_kernel, plan, cdiv(M, plan.BLOCK_M),
@@ -285,6 +295,7 @@ def gradients(
 
 
 def _capped(options: DivergenceOptions) -> bool:
+    """Return whether the logits of the student or of the teacher have a softcap."""
     return options.student_softcap is not None or options.teacher_softcap is not None
 
 

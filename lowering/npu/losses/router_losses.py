@@ -1,5 +1,5 @@
-"""router_losses. M tokens, N experts; a launch for each layer. Rows that fit no tile, of more than
-2048 logits, run the definition."""
+"""router_losses. M tokens, N experts; a launch for each layer. For rows that fit no tile, of more
+than 2048 logits, the definition runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ COSTS["router_losses_backward"] = Cost({2: 45, 4: 45}, {2: 45, 4: 45})
 
 @triton.jit
 def _weights_and_logits(x_ptr, weight_ptr, row, rows, cols, offsets, M, N, BLOCK_M: tl.constexpr):
-    """The weights of tokens, 0 of those that are not there, and their logits: 0 of those that do
-    not count, and -inf beside the columns of others."""
+    """Load the tokens' weights and logits.
+
+    Rows beyond M have the weight 0. The logits of tokens with the weight 0 are 0, because they may
+    be NaN; those of others are -inf beyond N.
+    """
     count = remaining(M, row, BLOCK_M)
     weight = within(rows, count)
     if weight_ptr is not None:
@@ -41,8 +44,12 @@ def _weights_and_logits(x_ptr, weight_ptr, row, rows, cols, offsets, M, N, BLOCK
 
 @triton.jit
 def _without_largest(x, cols, TOP_K: tl.constexpr):
-    """x without its TOP_K largest logits, the first of equal ones: they are -inf, and no other is.
-    A column beside the row is behind all others, and is not taken."""
+    """Return x with its TOP_K largest logits replaced by -inf, and no other element -inf.
+
+    Of equal logits the first is taken. Columns beyond the row are LOWEST and come last, so that
+    they are not taken.
+    """
+    # Indices as float32, which holds them exactly below 2**24.
     numbers = cols.to(tl.float32)
     x = tl.maximum(x, LOWEST)
     for _ in range(TOP_K):
@@ -69,6 +76,7 @@ def _router_losses_kernel(
         p, lse = softmax_and_lse(x)
         probabilities += tl.sum(weight * p, axis=0)[None, :]
         z += weight * lse * lse
+        # The selected experts are those that are -inf afterwards.
         left = _without_largest(x, cols, TOP_K)
         tokens += tl.sum(tl.where(left == -float("inf"), weight, 0.0), axis=0)[None, :]
     tl.store(probabilities_ptr + program * N + cols, probabilities, mask=cols < N)
@@ -108,6 +116,7 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     if not plan.whole(N):
         fill_by_definition("router_losses_forward", call, (probabilities, z, tokens))
         return
+    # Each program of each layer stores its own sums: layers share no memory, and no atomics.
     programs = plan.programs(cdiv(M, plan.BLOCK_M))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens)]
     parts.append(z.new_empty(programs * len(layers), plan.BLOCK_M))

@@ -82,7 +82,8 @@ def _dyt_backward_kernel(
                     tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         sums = split * N + col
         if dalpha_ptr is not None:
-            # The sum over the columns is left to the sum of the partial sums.
+            # A number for each column, although alpha is one number: the sum of the partial sums
+            # also adds the columns.
             tl.store(dalpha_ptr + sums + cols, dalpha, mask=col_mask)
         if dgamma_ptr is not None:
             tl.store(dgamma_ptr + sums + cols, dgamma, mask=col_mask)

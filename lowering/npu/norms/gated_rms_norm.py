@@ -1,6 +1,7 @@
 """gated_rms_norm. Each of `groups` groups of N columns is a norm of M rows by itself.
 
-A program owns a group and a split: every splits-th tile of rows.
+A work item is a group and a split, every splits-th tile of rows. s is the input of the norm: x
+if NORM_FIRST, else x times the activated gate.
 """
 
 from __future__ import annotations
@@ -151,13 +152,13 @@ def _gated_rms_norm_backward_kernel(
 
 
 def _sizes(call: Any, x: Tensor) -> tuple[int, int, int]:
-    """Rows, columns of a group, and groups."""
+    """Return the numbers of rows, of columns in a group, and of groups."""
     N = x.shape[1] if call.group_size is None else int(call.group_size)
     return x.shape[0], N, x.shape[1] // N
 
 
 def _splits(plan: Plan, tiles: int, groups: int) -> int:
-    """As many parts of the rows as there are cores for each group."""
+    """Return the number of splits of the rows: as many as there are cores for each group."""
     return max(1, min(tiles, plan.cores // groups))
 
 

@@ -1,8 +1,8 @@
 """The backward of gated_rms_norm for groups of columns too wide for a tile.
 
-The first kernel finds the statistics of every group of a row. The rest is elementwise: a program of
-the second owns a chunk of columns, goes down the rows, and keeps the columns' weight gradients in
-the Unified Buffer.
+The first kernel computes the statistics of every group of a row. The rest is elementwise: a program
+of the second kernel owns a chunk of columns, goes down the rows, and keeps the columns' weight
+gradients in the Unified Buffer.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def launch_wide_backward(
     inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...],
     sizes: tuple[Any, ...], constants: dict[str, Any], plan: Plan, forced: Plan | None,
 ) -> None:  # fmt: skip
+    """Launch both kernels; `plan` is for the statistics, and `forced`, if any, for both."""
     dy, x, gate, _ = inputs
     dx, dgate, dweight = gradients
     M, N, groups, eps = sizes

@@ -1,6 +1,6 @@
-"""group_norm. A group that fits a tile is read once; group_kept has the kernels for groups that fit
-the buffer in their own dtype, and group_pieces those for other groups. One group of channels with
-one position is a row of layer_norm.
+"""group_norm. A group that fits a tile is read once; group_resident has the kernels for groups that
+fit the buffer in their own dtype, and group_pieces those for other groups. If a sample is one group
+with one position, it is a row of layer_norm.
 
 x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions)
 or, if S is 1, flat: (1, channels).
@@ -36,6 +36,7 @@ COSTS["group_norm_backward"] = Cost(
 
 @triton.jit
 def _channel_sums(x, FLAT: tl.constexpr):
+    """Sum each channel of a tile over its positions."""
     if FLAT:
         return tl.sum(x, axis=0)[None, :]
     else:
@@ -49,8 +50,10 @@ def _group_sum(x):
 
 @triton.jit
 def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
+    """Return xhat and rstd of a group; `inside` is 1.0 for its elements, else 0.0."""
     centred = x - _group_sum(x) / length
     if PADDED:
+        # Elements beyond the group are -mean now, and would count in the variance.
         centred = centred * inside
     rstd = tl.rsqrt(_group_sum(centred * centred) / length + eps)
     return centred * rstd, rstd
@@ -58,7 +61,8 @@ def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
 
 @triton.jit
 def _tile(C_G, S, FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The channels of a group's tile, and its elements' offsets and mask, also as 1.0 and 0.0."""
+    """Return a group tile's channels, its elements' offsets, and its mask as booleans and as 1.0
+    and 0.0."""
     channels = tl.arange(0, BLOCK_M)[:, None]
     positions = tl.arange(0, BLOCK_N)[None, :]
     if FLAT:
@@ -116,6 +120,7 @@ def _group_norm_backward_kernel(
             if dx_ptr is not None or dweight_ptr is not None:
                 x = load(x_ptr + start, offsets, mask)
                 xhat, rstd = _standardised(x, inside, length, eps, PADDED)
+                # weight is one number a channel: mean(g * xhat) follows from the channels' sums.
                 sums = _channel_sums(dy * xhat, FLAT)
                 if dweight_ptr is not None:
                     dweight += sums
@@ -138,8 +143,8 @@ def _group_norm_backward_kernel(
 @library.kernel("group_norm", "npu")
 def group_norm(call, y, plan):
     x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
-    shape = tiling.Groups.of(x, call.num_groups)
-    if plan is None and shape.a_row:
+    shape = tiling.GroupShape.of(x, call.num_groups)
+    if plan is None and shape.is_row:
         x = x.view(shape.batch, shape.C_G)
         layer_norm.launch_layer_norm(call._replace(x=x), y, None)
         return
@@ -164,11 +169,11 @@ def group_norm(call, y, plan):
 @library.kernel("group_norm_backward", "npu")
 def group_norm_backward(call, dx, dweight, dbias, plan):
     dy, x, weight = map(contiguous, (call.dy, call.x, call.weight))
-    shape = tiling.Groups.of(x, call.num_groups)
-    if plan is None and shape.a_row:
+    shape = tiling.GroupShape.of(x, call.num_groups)
+    if plan is None and shape.is_row:
         dy, x = (tensor.view(shape.batch, shape.C_G) for tensor in (dy, x))
-        call, given = call._replace(dy=dy, x=x), (None, x, dx, dweight, dbias)
-        norm = backward_of(NormBackward, tiling.rows, call, *given, has_mean=True)
+        call, arguments = call._replace(dy=dy, x=x), (None, x, dx, dweight, dbias)
+        norm = backward_of(NormBackward, tiling.rows, call, *arguments, has_mean=True)
         layer_norm.launch_layer_norm_backward(norm, None)
         return
     if plan is None:

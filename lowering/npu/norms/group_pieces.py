@@ -1,8 +1,10 @@
 """group_norm of groups too large for a tile, by three kernels: channel moments, group statistics,
 and the elementwise rest.
 
-M is the number of channels of all groups and samples, with S positions each. The gradients of
-weight and bias are sums of the channel moments of each sample, so programs share no sum.
+M is the number of channels of all groups and samples, with S positions each. The moments of a
+channel are its mean, its squared deviations, and in the backward the sums of dy and of
+dy * (x - mean). The gradients of weight and bias are sums of the samples' moments, so that no two
+programs share a sum.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from torch import Tensor
 from ...common.sizes import cdiv
 from ..partial_sums import summed
 from ..tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
-from ..tiling import Groups, Plan, launch
+from ..tiling import GroupShape, Plan, launch
 
-# Channels in a tile of `_group_statistics_kernel`, which does a thousandth of the work.
+# The most channels in a tile of `_group_statistics_kernel`, which does a thousandth of the work.
 STATISTICS_BLOCK = 1024
 
 
@@ -26,8 +28,7 @@ def _channel_moments_kernel(
     x_ptr, dy_ptr, mean_ptr, m2_ptr, sum_dy_ptr, product_ptr, M, S,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The moments of each channel: mean, squared deviations, and the sums of dy and of
-    # dy * (x - mean). Each lane keeps the last sum about its running mean, and corrects it whenever
+    # Each lane keeps the sum of dy * (x - mean) about its running mean, and corrects it whenever
     # that mean changes.
     rows, cols, offsets = tile_offsets(S, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, S, BLOCK_N)
@@ -67,14 +68,15 @@ def _group_statistics_kernel(
     groups, G, C_G, S, length, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its channels, which have
-    # S elements each; and each channel's part of the gradient of weight.
+    # Compute a group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its channels, and
+    # each channel's part of the gradient of weight.
     one = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     program = tl.program_id(0).to(tl.int64)
     for group in tl.range(program, groups, tl.num_programs(0)):
         base = group * C_G
-        # The sum is about one channel's mean, so that it rounds no more than the deviations do.
+        # The means are summed relative to the first channel's mean: the rounding error is then
+        # one of the deviations, and not of a mean that may be far larger.
         pivot = tl.load(means_ptr + base + one)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for col in tl.range(0, C_G, BLOCK_N):
@@ -89,6 +91,7 @@ def _group_statistics_kernel(
             left = remaining(C_G, col, BLOCK_N)
             mask = cols < left
             deviation = (load(means_ptr + base + col, cols, mask) - mean) * within(cols, left)
+            # A channel's squares about the group's mean, from those about its own.
             squares += load(m2_ptr + base + col, cols, mask) + S * deviation * deviation
             if sum_dy_ptr is not None:
                 g = load(sum_dy_ptr + base + col, cols, mask)
@@ -160,9 +163,9 @@ def _group_apply_kernel(
 
 def _statistics(
     dy: Tensor | None, x: Tensor, weight: Tensor | None, dweights: Tensor | None,
-    shape: Groups, eps: float, plan: Plan,
+    shape: GroupShape, eps: float, plan: Plan,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
-    """The channels' moments and the groups' statistics; the last two of each need dy."""
+    """Compute the channels' moments and the groups' statistics; the last two of each need dy."""
     channels = shape.groups * shape.C_G
     absent = [None, None] if dy is None else []
     moments = [*x.new_empty((4 - len(absent), channels), dtype=torch.float32), *absent]
@@ -180,14 +183,14 @@ def _statistics(
     return moments, statistics
 
 
-def forward_statistics(x: Tensor, shape: Groups, eps: float, plan: Plan) -> list[Tensor | None]:
-    """The groups' mean and rstd."""
+def forward_statistics(x: Tensor, shape: GroupShape, eps: float, plan: Plan) -> list[Tensor | None]:
+    """Compute the groups' mean and rstd, followed by two None in the place of the backward's."""
     return _statistics(None, x, None, None, shape, eps, plan)[1]
 
 
 def backward_statistics(
     dy: Tensor, x: Tensor, weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
-    shape: Groups, eps: float, plan: Plan,
+    shape: GroupShape, eps: float, plan: Plan,
 ) -> list[Tensor | None]:  # fmt: skip
     """Write dweight and dbias; return the groups' mean, rstd, mean(g) and mean(g * xhat)."""
     sums = (shape.batch, shape.G * shape.C_G)
@@ -200,8 +203,9 @@ def backward_statistics(
 
 def apply(
     dy: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    statistics: list[Tensor | None], out: Tensor, shape: Groups, plan: Plan,
+    statistics: list[Tensor | None], out: Tensor, shape: GroupShape, plan: Plan,
 ) -> None:  # fmt: skip
+    """Write y into out, or dx if dy is given, from the groups' statistics."""
     launch(
         _group_apply_kernel, plan, shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
         x, dy, weight, bias, *statistics, out,

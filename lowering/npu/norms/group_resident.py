@@ -1,5 +1,5 @@
 """group_norm of groups that stay in the Unified Buffer in their own dtype: a tile of all channels,
-which is taken as float32 a few channels at a time."""
+which is computed in float32 a few channels at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, tile_offsets, within
-from ..tiling import Groups, Plan, launch
+from ..tiling import GroupShape, Plan, launch
 from .resident_rows import channels_of
 
 
@@ -30,7 +30,7 @@ def _statistics(
     x_tile, rows, cols, C_G, S, length, eps,
     PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The mean and rstd of a kept group, (1, 1) each."""
+    """Return the mean and rstd of a kept group, (1, 1) each."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for channel in tl.range(0, C_G, BLOCK_M):
         sums += channels_of(x_tile, channel, BLOCK_M)
@@ -39,6 +39,7 @@ def _statistics(
     for channel in tl.range(0, C_G, BLOCK_M):
         centred = channels_of(x_tile, channel, BLOCK_M) - mean
         if PADDED:
+            # Elements beyond the group are -mean now, and would count in the squares.
             centred *= within(rows, C_G - channel) * within(cols, S)
         squares += centred * centred
     return mean, tl.rsqrt(_group_sum(squares) / length + eps)
@@ -71,7 +72,7 @@ def _kept_group_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, groups, G, C_G, S, length, eps,
     PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The gradients of weight and bias are sums of what each sample stores for its channels.
+    # The partial sums of dweight and dbias have a row for each sample: no two programs share one.
     rows, cols, offsets = tile_offsets(S, BLOCK_M, BLOCK_N)
     for group in tl.range(tl.program_id(0).to(tl.int64), groups, tl.num_programs(0)):
         start = group * C_G * S
@@ -113,8 +114,9 @@ def _kept_group_norm_backward_kernel(
 
 def launch_kept(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor,
-    shape: Groups, eps: float, plan: Plan,
+    shape: GroupShape, eps: float, plan: Plan,
 ) -> None:  # fmt: skip
+    """Launch the forward for kept groups."""
     launch(
         _kept_group_norm_kernel, plan, shape.groups,
         x, weight, bias, y,
@@ -126,8 +128,9 @@ def launch_kept(
 def launch_kept_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None,
     dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
-    shape: Groups, eps: float, plan: Plan,
+    shape: GroupShape, eps: float, plan: Plan,
 ) -> None:  # fmt: skip
+    """Launch the backward for kept groups."""
     dweights, dbiases = partial_sums(dweight, shape.batch), partial_sums(dbias, shape.batch)
     launch(
         _kept_group_norm_backward_kernel, plan, shape.groups,

@@ -17,7 +17,7 @@ from .. import tiling
 from ..tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch
 from . import wide_backward
-from .modulation import by_row_of, modulated_tile, of_one_sample
+from .modulation import modulated_tile, plan_modulation, within_samples
 from .norm_backward import NormBackward
 from .resident_rows import kept_mean, kept_or_loaded, kept_row, piece
 from .resident_rows_backward import launch_kept_backward
@@ -50,8 +50,10 @@ COSTS["layer_norm_backward"] = Cost(
 
 @triton.jit
 def _standardised(x, inside, N, eps, PADDED: tl.constexpr):
+    """Return xhat and rstd of whole rows; `inside` is 1.0 for the columns of the row, else 0.0."""
     centred = x - tl.sum(x, axis=1)[:, None] / N
     if PADDED:
+        # Columns beyond the row are -mean now, and would count in the variance.
         centred = centred * inside
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1)[:, None] / N + eps)
     return centred * rstd, rstd
@@ -90,7 +92,7 @@ def _layer_norm_kernel(
 
 @triton.jit
 def _kept_statistics(x_row, N, eps, PADDED: tl.constexpr, SIZE: tl.constexpr):
-    """The mean and 1 / deviation of a kept row."""
+    """Return the mean of a kept row, and rstd, the reciprocal of its deviation."""
     cols = tl.arange(0, SIZE)[None, :]
     mean = kept_mean(x_row, N, SIZE)
     squares = tl.zeros((1, SIZE), tl.float32)
@@ -110,7 +112,8 @@ def _layer_norm_wide_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The last pass takes the rows from the buffer if they are kept, and else finds them in the L2
-    # cache.
+    # cache. Kept rows take two passes for the statistics; other rows are read once for them, by
+    # Welford's algorithm in each lane.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
@@ -167,7 +170,8 @@ def _backward_of_rows(
     PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Every splits-th tile of the M rows from `first` on. The sums are the row `part` of dweight.
+    # Compute every splits-th tile of the M rows from `first` on. The program's sums are the row
+    # `part` of the partial sums dweight and dbias.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     inside = within(cols, N)
     if weight_ptr is not None:
@@ -196,9 +200,9 @@ def _backward_of_rows(
                 g = dy
                 if weight_ptr is not None:
                     g = dy * weight
-                    # One sum in two orders. Share of the buffer at (1, 4096) without dbias, first
-                    # order and second: 83% and 92% for fp32 rows that fill the tile, 92% and 71%
-                    # for fp32 rows that do not, 96% and 75% for bf16.
+                    # The same sum in two orders of multiplication. Share of the buffer at (1, 4096)
+                    # without dbias, first order and second: 83% and 92% for fp32 rows that fill the
+                    # tile, 92% and 71% for fp32 rows that do not, 96% and 75% for bf16.
                     if REUSES_PRODUCT:
                         product = product * weight
                     else:
@@ -286,13 +290,14 @@ def _layer_norm_statistics_kernel(
 def launch_layer_norm(
     call: Any, y: Tensor, plan: Plan | None, modulation: Modulation = PLAIN
 ) -> None:
+    """Launch the forward into y."""
     x = tiling.rows(call.x)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     M, N = x.shape
     if plan is None:
         op = "layer_norm" if modulation.scale is None else "modulated_layer_norm"
         plan = tiling.plan(op, N, x, *modulation[:2], weights=(weight, bias))
-    plan, by_row = by_row_of(plan, x, modulation)
+    plan, by_row = plan_modulation(plan, x, modulation)
     arguments = (
         plan, cdiv(M, plan.BLOCK_M),
         x, weight, bias, modulation.scale, modulation.shift, y,
@@ -307,6 +312,7 @@ def launch_layer_norm(
 
 
 def launch_layer_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
+    """Launch the backward. `forced` replaces the plan of every kernel."""
     x, (M, N) = norm.x, norm.x.shape
     plan = norm.plan("layer_norm", forced)
     if plan.KEPT:
@@ -314,13 +320,13 @@ def launch_layer_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
         return
     if plan.BLOCK_N < N or norm.token is not None:
         mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)
-        plan = of_one_sample(plan, norm.samples > 1)
+        plan = within_samples(plan, norm.samples > 1)
         launch(
             _layer_norm_statistics_kernel, plan, cdiv(M, plan.BLOCK_M),
             norm.dy, x, norm.weight, norm.scale, mean, rstd, mean_g, projection,
             M, N, norm.rows_of_weight, norm.eps,
         )  # fmt: skip
-        statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
+        statistics = wide_backward.RowStatistics(rstd, projection, mean, mean_g)
         wide_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)

@@ -1,4 +1,4 @@
-"""Norms with a modulation: what their kernels and their host code share."""
+"""Norms with a modulation, y * (1 + scale) + shift: shared parts of their kernels and host code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COSTS["modulated_layer_norm"] = Cost({2: 48.1, 4: 48.1}, {2: 90.3, 4: 90.3})
 COSTS["modulated_rms_norm_backward"] = Cost({2: 46.1, 4: 46.1}, {2: 86.2, 4: 86.2})
 # whole (1, 2048): 75.1% | 71.0%. wide, the statistics, (1, 2048): 94.0%, (1, 1024): 51.3%.
 COSTS["modulated_layer_norm_backward"] = Cost({2: 86.2, 4: 86.2}, {2: 98.4, 4: 98.4})
-# With a modulation of each row, where the statistics are of rows of any width.
+# With a modulation of each row: the statistics kernel then runs for rows of any width.
 COSTS["modulated_rms_norm_statistics"] = Cost({}, {2: 86.2, 4: 86.2})
 COSTS["modulated_layer_norm_statistics"] = Cost({}, {2: 98.4, 4: 98.4})
 # (1, 2048): 79.3% | 75.2%.
@@ -32,7 +32,7 @@ def modulated_tile(
     y, scale_ptr, shift_ptr, offsets, mask,
     dtype: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """y * (1 + scale) + shift, with a tile or a row of scale and shift."""
+    """Return y * (1 + scale) + shift; `offsets` are those of a tile or a row of scale and shift."""
     scale = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
     shift = None
     if shift_ptr is not None:
@@ -40,16 +40,18 @@ def modulated_tile(
     return modulated(y, scale, shift, dtype, ROUNDS)
 
 
-def by_row_of(plan: Plan, x: Tensor, modulation: Modulation) -> tuple[Plan, bool]:
-    """The plan with tiles that lie in one sample, unless each row has its own modulation; and
-    whether a tile of several rows then has a tile of scale and shift."""
+def plan_modulation(plan: Plan, x: Tensor, modulation: Modulation) -> tuple[Plan, bool]:
+    """Return the plan for a modulation, and whether a tile has one modulation for each of its rows.
+
+    Otherwise a tile has one row of scale and shift, and must not have rows of two samples.
+    """
     if modulation.scale is None:
         return plan, False
     if modulation.tokens == 1:
         return plan, True
-    return of_one_sample(plan, x.shape[0] != modulation.tokens), False
+    return within_samples(plan, x.shape[0] != modulation.tokens), False
 
 
-def of_one_sample(plan: Plan, several: bool) -> Plan:
-    """The plan with one row in a tile, if there are several samples."""
+def within_samples(plan: Plan, several: bool) -> Plan:
+    """Return the plan with one row in a tile if there are several samples: no tile may mix them."""
     return replace(plan, BLOCK_M=1) if several else plan

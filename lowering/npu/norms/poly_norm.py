@@ -107,7 +107,7 @@ def _store_sums(
     sums_ptr, row, rows, row_mask, M,
     dweight_3, dweight_2, dweight_1, dbias,
 ):  # fmt: skip
-    """Store the parts of dweight and dbias that belong to some rows."""
+    """Store the rows' terms of dweight and dbias, as columns of (4, M)."""
     at = sums_ptr + row + rows
     tl.store(at, dweight_3, mask=row_mask)
     tl.store(at + M.to(tl.int64), dweight_2, mask=row_mask)
@@ -229,7 +229,7 @@ def poly_norm_backward(
 ) -> None:
     dy, x = tiling.rows(call.dy), tiling.rows(call.x)
     plan = plan or tiling.plan("poly_norm_backward", x.shape[1], dy, x)
-    # A row's parts of dweight and of dbias.
+    # A row's terms of the three numbers of dweight, and of dbias.
     sums = None
     if dweight is not None or dbias is not None:
         sums = x.new_empty((4, x.shape[0]), dtype=torch.float32)

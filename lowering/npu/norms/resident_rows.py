@@ -1,8 +1,8 @@
-"""@triton.jit helpers for a row that stays in the Unified Buffer in its own dtype, and is taken as
-float32 one piece at a time.
+"""@triton.jit helpers for a kept row: one that stays in the Unified Buffer in its own dtype, and is
+computed in float32 one piece at a time.
 
 triton-ascend slices a buffer in place, at an offset known only at run time. Upstream Triton, whose
-interpreter runs the tests, has no slices: there a piece is selected by a sum.
+interpreter runs the tests, has no slices: there a piece is selected by a masked sum.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from ..tile import load, remaining
 
 try:
-    # Where triton-ascend has them after 3.2.
+    # triton-ascend 3.2 has the slices in triton.language, later versions in this module.
     from triton.language.extra.cann import extension as slices
 except ImportError:
     slices = tl
@@ -28,8 +28,10 @@ def kept_row(ptr, N, ROW: tl.constexpr, OTHER: tl.constexpr = 0.0):
 
 @triton.jit
 def piece(row, col, SIZE: tl.constexpr):
-    """The SIZE columns from `col` on, a multiple of SIZE, of a row (1, ROW), as float32. The row
-    may be widened already."""
+    """Return the SIZE columns from `col` on, a multiple of SIZE, of a kept row, as float32.
+
+    The row is (1, ROW), or the float32 lines that `widened` returns.
+    """
     if row.shape[0] > 1:
         return line(row, col // SIZE)
     elif HAS_SLICES:
@@ -42,14 +44,17 @@ def piece(row, col, SIZE: tl.constexpr):
 
 @triton.jit
 def widened(row, SIZE: tl.constexpr):
-    """A row (1, ROW) as float32 lines of SIZE. A piece of row.to(float32) would be widened again:
-    triton-ascend slices before it widens."""
+    """Return a row (1, ROW) as float32 lines of SIZE, one for each piece.
+
+    `piece(row.to(float32), ...)` would widen the piece at each use: triton-ascend slices before it
+    widens.
+    """
     return tl.reshape(row.to(tl.float32), (row.shape[1] // SIZE, SIZE))
 
 
 @triton.jit
 def line(lines, index):
-    """One line of (lines, SIZE), as (1, SIZE)."""
+    """Return one line of (lines, SIZE), as (1, SIZE)."""
     if HAS_SLICES:
         return slices.extract_slice(lines, (index, 0), (1, lines.shape[1]), (1, 1))
     else:
@@ -59,10 +64,10 @@ def line(lines, index):
 
 @triton.jit
 def line_added(lines, index, part):
-    """lines with `part` added to one of them.
+    """Return the lines with `part` added to one of them.
 
-    A loop may carry lines. CANN's compilers find no place for a row (1, ROW) of which a loop
-    changes a piece.
+    Lines, and not a row (1, ROW), because a loop carries them: CANN's compilers find no place for
+    a row of which a loop changes a piece.
     """
     if HAS_SLICES:
         sum = line(lines, index) + part
@@ -74,7 +79,7 @@ def line_added(lines, index, part):
 
 @triton.jit
 def kept_mean(x_row, N, SIZE: tl.constexpr):
-    """The mean of a kept row."""
+    """Return the mean of a kept row, (1, 1)."""
     sums = tl.zeros((1, SIZE), tl.float32)
     for col in tl.range(0, N, SIZE):
         sums += piece(x_row, col, SIZE)
@@ -83,7 +88,7 @@ def kept_mean(x_row, N, SIZE: tl.constexpr):
 
 @triton.jit
 def kept_or_loaded(row, ptr, N, col, SIZE: tl.constexpr):
-    """A piece of a row, from the buffer if the row is kept and else from memory, as float32."""
+    """Return a piece of a row as float32, from the kept row, or from memory if `row` is None."""
     if row is not None:
         return piece(row, col, SIZE)
     else:
@@ -93,7 +98,7 @@ def kept_or_loaded(row, ptr, N, col, SIZE: tl.constexpr):
 
 @triton.jit
 def channels_of(tile, channel, SIZE: tl.constexpr):
-    """SIZE rows from `channel` on, a multiple of SIZE, of a kept tile, as float32."""
+    """Return SIZE channels from `channel` on, a multiple of SIZE, of a kept tile, as float32."""
     if HAS_SLICES:
         part = slices.extract_slice(tile, (channel, 0), (SIZE, tile.shape[1]), (1, 1))
         return part.to(tl.float32)

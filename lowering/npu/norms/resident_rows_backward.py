@@ -1,5 +1,8 @@
 """The backward of rms_norm and layer_norm for rows that stay in the Unified Buffer in their own
-dtype. A program keeps the sums of its rows' weight gradients, a line for each piece of a row."""
+dtype. A program keeps the sums of its rows' weight gradients, a line for each piece of a row.
+
+Level 1 keeps x, level 2 also dy, and level 3 also the weight; the rest is read in each pass.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .resident_rows import kept_mean, kept_or_loaded, kept_row, line, line_added
 
 @triton.jit
 def _scale(row, ptr, N, col, offset, CENTRED: tl.constexpr, SIZE: tl.constexpr):
-    """A piece of what x hat is multiplied by: weight, or weight + offset in rms_norm."""
+    """Return a piece of the factor of xhat: weight, or weight + offset in rms_norm."""
     weight = kept_or_loaded(row, ptr, N, col, SIZE)
     if not CENTRED:
         weight += offset
@@ -33,8 +36,8 @@ def _kept_backward_kernel(
     weight_row = None
     if KEPT > 2 and weight_ptr is not None:
         weight_row = kept_row(weight_ptr, N, ROW)
-    # The lines of dweight, and then those of dbias. A loop that carried both apart would start from
-    # one buffer of zeros, of which the compiler would then make a copy.
+    # The lines of dweight, then those of dbias, in one tensor. If a loop carried two tensors, both
+    # would start from one buffer of zeros, of which the compiler would make a copy.
     PIECES: tl.constexpr = ROW // BLOCK_N
     DBIAS: tl.constexpr = PIECES if dweight_ptr is not None else 0
     if dbias_ptr is not None:
@@ -50,6 +53,7 @@ def _kept_backward_kernel(
             dy_row = kept_row(dy_ptr + start, N, ROW)
         if CENTRED:
             mean = kept_mean(x_row, N, BLOCK_N)
+        # First pass: the row's sums.
         squares = tl.zeros((1, BLOCK_N), tl.float32)
         products = tl.zeros((1, BLOCK_N), tl.float32)
         sum_g = tl.zeros((1, BLOCK_N), tl.float32)
@@ -58,6 +62,7 @@ def _kept_backward_kernel(
             if CENTRED:
                 x -= mean
                 if PADDED:
+                    # Columns beyond the row are -mean now, and would count in the squares.
                     x *= within(cols, remaining(N, col, BLOCK_N))
             squares += x * x
             if dx_ptr is not None:
@@ -72,6 +77,7 @@ def _kept_backward_kernel(
             projection = tl.sum(products, axis=1)[:, None] / N * rstd
             if CENTRED:
                 mean_g = tl.sum(sum_g, axis=1)[:, None] / N
+        # Second pass: dx, and the row's terms of the weights' gradients.
         for col in tl.range(0, N, BLOCK_N):
             x = piece(x_row, col, BLOCK_N)
             if CENTRED:
@@ -104,7 +110,7 @@ def _kept_backward_kernel(
 
 
 def launch_kept_backward(norm: NormBackward, plan: Plan, centred: bool) -> None:
-    """Launch the backward of rms_norm, or of layer_norm, which is `centred`."""
+    """Launch the backward for kept rows, of layer_norm if `centred`, else of rms_norm."""
     M, N = norm.x.shape
     tiles = cdiv(M, plan.BLOCK_M)
     norm.launch(

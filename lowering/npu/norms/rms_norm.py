@@ -1,4 +1,8 @@
-"""rms_norm, with or without a residual that is added first. M rows, N columns."""
+"""rms_norm, with or without a residual that is added first (fused_add_rms_norm). M rows, N columns.
+
+The forward and the backward each have a kernel for rows that fit a tile, and kernels for rows that
+stay in the buffer and are computed in pieces, or that are read twice; `tiling.Plan` says which.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,12 @@ from .. import tiling
 from ..tile import load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch, launch_rows
 from . import wide_backward
-from .modulation import by_row_of, modulated_tile, of_one_sample
+from .modulation import modulated_tile, plan_modulation, within_samples
 from .norm_backward import NormBackward
 from .resident_rows import kept_or_loaded, kept_row, piece
 from .resident_rows_backward import launch_kept_backward
 
+# The backward of fused_add_rms_norm, which also reads ds, the gradient of x + residual.
 _KEPT_WITH_DS = (
     Kept({2: 4.1, 4: 8.1}, {2: 80.4, 4: 77.0}),
     Kept({2: 8.1, 4: 16.1}, {2: 72.2, 4: 72.4}),
@@ -77,7 +82,7 @@ COSTS["add_rms_norm_backward_dx"] = Cost({2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2},
 
 @triton.jit
 def _load(x_ptr, residual_ptr, start, offsets, mask, dtype: tl.constexpr):
-    """Load x, or x + residual, in the dtype that it is stored in."""
+    """Load x, or x + residual, in the dtype of the result."""
     x = load(x_ptr + start, offsets, mask)
     if residual_ptr is not None:
         x += load(residual_ptr + start, offsets, mask)
@@ -86,7 +91,7 @@ def _load(x_ptr, residual_ptr, start, offsets, mask, dtype: tl.constexpr):
 
 @triton.jit
 def _piece(x_row, residual_row, col, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """Take a piece of x, or of x + residual, from kept rows, in the dtype that it is stored in."""
+    """Return a piece of x, or of x + residual, from kept rows, in the dtype of the result."""
     x = piece(x_row, col, SIZE)
     if residual_row is not None:
         x += piece(residual_row, col, SIZE)
@@ -187,7 +192,8 @@ def _backward_of_rows(
     M, N, first, split, splits, part, eps, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Every splits-th tile of the M rows from `first` on. The sums are the row `part` of dweight.
+    # Compute every splits-th tile of the M rows from `first` on. The program's sums are the row
+    # `part` of the partial sums dweight and dbias.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     if weight_ptr is not None:
         weight = load(weight_ptr, cols, cols < N) + offset
@@ -217,9 +223,9 @@ def _backward_of_rows(
             g = dy
             if weight_ptr is not None:
                 g = dy * weight
-            # One sum in two orders. Share of the buffer at (1, 4096), bf16 and fp32: with ds the
-            # first order takes 83% and 79%, the second 83% and 92%; without ds the first takes 96%
-            # and 83%, the second 88% and 75%.
+            # The same sum in two orders of multiplication. Share of the buffer at (1, 4096), bf16
+            # and fp32: with ds the first order takes 83% and 79%, the second 83% and 92%; without
+            # ds the first takes 96% and 83%, the second 88% and 75%.
             if ds_ptr is not None:
                 product = g * xhat
             elif weight_ptr is not None:
@@ -262,6 +268,8 @@ def _rms_norm_statistics_kernel(
     dy_ptr, x_ptr, weight_ptr, scale_ptr, rstd_ptr, projection_ptr, M, N, tokens, eps, offset,
     NEEDS_DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # rstd, and mean(g * xhat) if NEEDS_DX, of each row. With samples, `tokens` rows share a row of
+    # weight.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
@@ -294,6 +302,7 @@ def launch_rms_norm(
     call: Any, residual: Tensor | None, y: Tensor, s: Tensor | None, plan: Plan | None,
     modulation: Modulation = PLAIN,
 ) -> None:  # fmt: skip
+    """Launch the forward into y, and into s if there is a residual: s is x + residual."""
     x, residual, weight = tiling.rows(call.x), tiling.rows(residual), contiguous(call.weight)
     M, N = x.shape
     if plan is None:
@@ -303,7 +312,7 @@ def launch_rms_norm(
         if modulation.scale is not None:
             op = "modulated_rms_norm"
         plan = tiling.plan(op, N, x, residual, *modulation[:2], weights=(weight,))
-    plan, by_row = by_row_of(plan, x, modulation)
+    plan, by_row = plan_modulation(plan, x, modulation)
     launch_rows(
         (_rms_norm_kernel, _rms_norm_wide_kernel), plan,
         x, residual, weight, modulation.scale, modulation.shift, y, s,
@@ -313,6 +322,7 @@ def launch_rms_norm(
 
 
 def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
+    """Launch the backward. `forced` replaces the plan of every kernel."""
     (M, N), numbers = norm.x.shape, (norm.eps, norm.offset)
     plan = norm.plan("rms_norm", forced)
     if plan.KEPT:
@@ -320,21 +330,21 @@ def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
         return
     if plan.BLOCK_N < N or norm.token is not None:
         rstd, projection = norm.x.new_empty((2, M), dtype=torch.float32)
-        plan = of_one_sample(plan, norm.samples > 1)
+        plan = within_samples(plan, norm.samples > 1)
         launch(
             _rms_norm_statistics_kernel, plan, cdiv(M, plan.BLOCK_M),
             norm.dy, norm.x, norm.weight, norm.scale, rstd, projection,
             M, N, norm.rows_of_weight, *numbers,
             NEEDS_DX=norm.dx is not None,
         )  # fmt: skip
-        statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
+        statistics = wide_backward.RowStatistics(rstd=rstd, projection=projection)
         wide_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)
     tensors = (norm.dy, norm.ds, norm.x, norm.weight, norm.dx)
     sizes = (norm.tokens, N, *norm.items(splits))
-    given = (plan, splits * norm.samples, splits, tensors, *sizes, *numbers)
-    norm.launch(_rms_norm_backward_kernel, *given)
+    arguments = (plan, splits * norm.samples, splits, tensors, *sizes, *numbers)
+    norm.launch(_rms_norm_backward_kernel, *arguments)
 
 
 register("npu", launch_rms_norm, launch_rms_norm_backward, NormBackward, tiling.rows)

@@ -1,7 +1,8 @@
 """The backward of rms_norm and layer_norm for rows too wide for a tile.
 
-It is given the statistics of every row; the rest is elementwise. A program owns a chunk of columns,
-goes down the rows, and keeps the columns' weight gradients in the Unified Buffer.
+The statistics of every row are computed before, by a kernel of the norm's file; the rest is
+elementwise. A program owns a chunk of columns, goes down the rows, and keeps the columns' weight
+gradients in the Unified Buffer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from .norm_backward import NormBackward
 
 
 @dataclass(frozen=True)
-class Statistics:
+class RowStatistics:
     """Statistics of whole rows, (M,) float32 each.
 
-    projection is mean(g * xhat). mean and mean_g are None for rms_norm, which subtracts no mean.
+    g is the gradient of xhat: dy times the weight and the modulation. projection is mean(g * xhat).
+    mean and mean_g are None for rms_norm, which subtracts no mean.
     """
 
     rstd: Tensor
@@ -46,6 +48,8 @@ def _wide_backward_kernel(
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     # A work item is a chunk of columns, a sample, and a split: every splits-th tile of its rows.
     program = tl.program_id(0).to(tl.int64)
+    # M is the rows of a sample. Items count the chunks slowest, then the splits, then the samples,
+    # so that the partial sums are rows of (splits, samples, N).
     parts = splits
     if samples is not None:
         parts = splits * samples
@@ -81,6 +85,7 @@ def _wide_backward_kernel(
                 x -= load(mean_ptr + place, rows, row_mask)
             xhat = x * rstd
             if dscale_ptr is not None:
+                # dscale is dy times the norm's result, which is computed again.
                 y = xhat
                 if weight_ptr is not None:
                     y = y * weight
@@ -111,7 +116,8 @@ def _wide_backward_kernel(
             tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
 
 
-def launch_wide_backward(norm: NormBackward, statistics: Statistics, plan: Plan | None) -> None:
+def launch_wide_backward(norm: NormBackward, statistics: RowStatistics, plan: Plan | None) -> None:
+    """Launch the elementwise part of the backward of a norm for wide or modulated rows."""
     N = norm.x.shape[1]
     op = "wide_backward" if norm.token is None else "modulated_columns"
     plan = plan or tiling.plan(op, N, norm.x, norm.dy, norm.scale)

@@ -1,7 +1,6 @@
-"""rms_norm_rope of q, then of k: a work item is a tile of positions, for all heads.
+"""rms_norm_rope, first of q, then of k. A work item is a tile of positions, for all heads.
 
-A head stays in the Unified Buffer. One that does not fit is computed by the kernels of rms_norm and
-rope.
+A head stays in the Unified Buffer. If it does not fit, the kernels of rms_norm and rope compute it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..tiling import COSTS, Cost, Plan, launch
 from .rope import rotate
 from .rope_tiles import Tables, load_pairs, load_tables, store_pairs, tables_of
 
-# Costs per pair, or per two elements after the pairs where these are more.
+# Costs per pair of elements, or per two of the elements after the pairs if these are more.
 # 1024 pairs: 48.6% | 38.2%, 2048: 97.2% | 76.4%.
 COSTS["rms_norm_rope"] = Cost({}, {2: 93.4, 4: 73.4})
 # Interleaved, complex, or with sections. 512 pairs: 23.5% | 18.2%.
@@ -199,8 +198,10 @@ def _rms_norm_rope_backward_kernel(
 
 
 def plan_tile(op: str, half: int, copied: int, itemsize: int, S: int, furthest: int) -> Plan | None:
-    """A tile of whole heads, or None if no head fits. Positions are limited to those that give
-    every core a tile, and that are within int32 offsets of each other with a stride of `furthest`.
+    """Choose a tile of whole heads, or return None if no head fits.
+
+    Its positions are limited so that every core has a tile, and so that their offsets, with a
+    stride of `furthest`, fit int32.
     """
     cores = tiling.vector_cores()
     elements = tiling.tile_elements(tiling.COSTS[op].wide[itemsize], tiling.ub_bytes())
@@ -215,6 +216,7 @@ def plan_tile(op: str, half: int, copied: int, itemsize: int, S: int, furthest: 
 
 
 def _copied_block(copied: int) -> int:
+    """Return the columns of the tile for the elements after the pairs, 0 without any."""
     return max(tiling.MIN_BLOCK_N, next_power_of_2(copied)) if copied else 0
 
 
@@ -229,8 +231,8 @@ def _plan(
     half = rotated_columns(call.cos, call.sin, call.per_pair) // 2
     op = "rms_norm_rope_backward" if backward else "rms_norm_rope"
     op += "_interleaved" if tables.interleaved or call.sections is not None else ""
-    given = (*tensors, tables.cos, tables.sin)
-    furthest = max(tensor.stride(-2) for tensor in given if tensor is not None)
+    strided = (*tensors, tables.cos, tables.sin)
+    furthest = max(tensor.stride(-2) for tensor in strided if tensor is not None)
     return plan_tile(op, half, D - 2 * half, x.element_size(), B * S, furthest)
 
 
@@ -307,6 +309,8 @@ def _backward_in_two_kernels(
     call: Any, dy: Tensor, x: Tensor, weight: Tensor | None,
     dx: Tensor | None, dweight: Tensor | None,
 ) -> None:  # fmt: skip
+    """Compute the gradients of heads that fit no tile: rotate dy back, then rms_norm's backward."""
+    # float32, so that the gradient between the two kernels is not rounded.
     dxhat = dy.new_empty(dy.shape, dtype=torch.float32)
     rotate(call, dy, dxhat, backward=True)
     norm = library.OPS["rms_norm_backward"].kernels["npu"]

@@ -1,4 +1,4 @@
-"""rope of q, then of k: a work item is a tile of positions and pairs, for all heads.
+"""rope, first of q, then of k. A work item is a tile of positions and pairs, for all heads.
 
 One kernel for both would halve the tile, because each loop over heads has its own double buffers.
 """
@@ -20,7 +20,8 @@ from ..tile import remaining
 from ..tiling import COSTS, Cost, Plan, launch
 from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of
 
-# Costs per pair. 2048: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
+# Costs per pair of elements.
+# 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
 COSTS["rope"] = Cost({}, {2: 68.1, 4: 68.1})
 # 1024 pairs: 66.7% | 64.6%, 2048: 100.0%.
 COSTS["rope_sections"] = Cost({}, {2: 128.1, 4: 124.1})
@@ -84,8 +85,7 @@ def _rope_kernel(
 def rotate(
     call: Any, x: Tensor, y: Tensor | None, backward: bool, plan: Plan | None = None
 ) -> None:
-    """Launch the rotation of x by a call's tables, or for backward the inverse rotation, into y
-    unless it is None."""
+    """Write x rotated by a call's tables, or back if `backward`, into y unless that is None."""
     if y is None or y.numel() == 0:
         return
     B, heads, S, D = x.shape
@@ -108,13 +108,13 @@ def rotate(
 
 
 def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int) -> Plan:
-    """The tile, limited to as many positions as give every core a tile, and as are within int32
-    offsets of each other with a stride of `furthest`."""
+    """Choose the tile. Its positions are limited so that every core has a tile, and so that their
+    offsets, with a stride of `furthest`, fit int32."""
     cores = tiling.vector_cores()
     elements = tiling.tile_elements(tiling.COSTS[op].wide[itemsize], tiling.ub_bytes())
     BLOCK_N = max(tiling.MIN_BLOCK_N, next_power_of_2(pairs))
     if elements < BLOCK_N:
-        BLOCK_N = tiling.chunk(pairs, elements)
+        BLOCK_N = tiling.chunk_width(pairs, elements)
     BLOCK_M = min(
         tiling.MAX_BLOCK_M,
         max(1, elements // BLOCK_N),

@@ -1,4 +1,4 @@
-"""Tiles of rope's pairs and tables, (positions, pairs), and the arguments for its tables."""
+"""Tiles of rope's pairs and tables, (positions, pairs), and the kernels' arguments for tables."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _load_table(
     INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load the numbers for the two elements of BLOCK_N pairs from the pair `first` on."""
+    """Load a table's numbers for both elements of BLOCK_N pairs from the pair `first` on."""
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED and not PER_PAIR:
         x = _load_columns(
@@ -93,6 +93,7 @@ def store_pairs(
     ptr, stride, first, row_mask, HALF, a, b,
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Store the two elements of BLOCK_N pairs from the pair `first` on."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED:
@@ -114,7 +115,7 @@ def load_tables(
     HAS_SECTIONS: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load cos and sin for the two elements of BLOCK_N pairs, of BLOCK_M positions from s on."""
+    """Load cos and sin for both elements of BLOCK_N pairs, at BLOCK_M positions from s on."""
     cos_a, cos_b = _load_table(
         cos_ptr + batch * cos_stride_b + s * cos_stride_s, cos_stride_s,
         first, row_mask, HALF, SECTION_0, SECTION_1, cos_stride_t,
@@ -140,7 +141,7 @@ def load_tables(
 
 
 def _table_strides(table: Tensor) -> list[int]:
-    """A table's strides over sections, batch and positions: 0 for a dimension of size 1."""
+    """Return a table's strides over sections, batch and positions, 0 for a dimension of size 1."""
     strides = [
         0 if size == 1 else stride
         for size, stride in zip(table.shape[:-1], table.stride()[:-1], strict=True)
@@ -148,10 +149,10 @@ def _table_strides(table: Tensor) -> list[int]:
     return [0] * (3 - len(strides)) + strides
 
 
-def _of_matrices(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables of cos and sin with a number for each element of interleaved pairs.
+def _interleaved_tables(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tables of cos and sin, for elements of interleaved pairs, from a matrix for each pair.
 
-    The kernel would load the numbers of a matrix element by element.
+    A kernel would load a matrix of the pair number by number.
     """
     cos = torch.stack((matrices[..., 0, 0], matrices[..., 1, 1]), -1)
     sin = torch.stack((-matrices[..., 0, 1], matrices[..., 1, 0]), -1)
@@ -159,8 +160,13 @@ def _of_matrices(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Tables(NamedTuple):
-    """Tables of cos and sin as a kernel takes them, and their strides over sections, batch and
-    positions. `interleaved` is whether what is read or written has interleaved pairs."""
+    """Tables of cos and sin as a kernel takes them.
+
+    ends: The pairs at which the first and the second section end.
+    strides: Those of cos, then of sin, over sections, batch and positions.
+    interleaved: Whether x, y or the tables have interleaved pairs.
+    constants: The constexpr arguments for the tables.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -173,13 +179,14 @@ class Tables(NamedTuple):
 def tables_of(
     cos: Tensor, sin: Tensor | None, pairs: PairLayout, per_pair: bool, sections: list[int] | None
 ) -> Tables:
-    # What is read as a number for each element of interleaved pairs.
+    """Return the tables of a call, in a form that the kernels read in vectors."""
+    # Whether the tables have a number for each element of interleaved pairs.
     interleaved = sin is None or (pairs.tables and not per_pair)
     is_complex = cos.is_complex()
     if is_complex:
         cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
     elif holds_matrices(cos, sin):
-        cos, sin = _of_matrices(cos)
+        cos, sin = _interleaved_tables(cos)
     assert sin is not None
     cos, sin = map(unit_stride, (cos, sin))
     first, second, _ = sections or (0, 0, 0)

@@ -13,8 +13,8 @@ from ..norms.resident_rows import kept_row, piece, widened
 from ..tile import load, load_logits, online_updated, remaining, tile_offsets
 from ..tiling import COSTS, Cost, Kept, Plan, launch_rows
 
-# For log_softmax, which takes as much or more. whole (1, 8192): 75.3% | 58.6%, (2, 2048)
-# padded 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
+# Measured for log_softmax, which takes as much as softmax or more. whole (1, 8192): 75.3% | 58.6%,
+# (2, 2048) padded 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
 # kept 16384 in pieces of 1024: 41.0%, of 4096: 62.9%, fp32 8192 of 2048: 48.3%.
 COSTS["softmax"] = Cost(
     {2: 18.1, 4: 14.1},
@@ -112,8 +112,8 @@ def _softmax_wide_backward_kernel(
     LOG: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Rows are kept as they are stored or, if KEPT is 2 and they fit so, as float32, so that nothing
-    # is widened twice.
+    # Level 1 keeps the rows as they are stored, and level 2 as float32, so that nothing is widened
+    # twice.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M

@@ -1,4 +1,8 @@
-"""sparsemax, along the last dimension. M rows, N columns."""
+"""sparsemax, along the last dimension. M rows, N columns.
+
+Newton's iteration finds tau, the threshold above which elements are in the support; a step sums the
+elements above it, and counts them.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,14 @@ def _sum(x):
 
 @triton.jit
 def whole_sparsemax(x, steps, BLOCK_M: tl.constexpr):
-    """The sparsemax of each row of a tile, in at most `steps`. Elements of -inf give 0."""
+    """Return the sparsemax of each row of a tile, in at most `steps`. Elements of -inf give 0."""
     below = below_maximum(x, tl.max(x, axis=1)[:, None])
     tau = tl.full((BLOCK_M, 1), -1.0, tl.float32)
     count = tl.full((BLOCK_M, 1), float("inf"), tl.float32)
     active = tl.full((BLOCK_M, 1), 1.0, tl.float32)
     going = 1.0
     for _ in tl.range(0, steps):
+        # Triton's loops have no break: turns after the last row has converged do nothing.
         if going > 0:
             sum, higher = _sum(above(below, tau)), _sum(is_above(below, tau))
             tau, count, active = newton_step(tau, count, active, sum, higher)
@@ -87,7 +92,7 @@ def _sparsemax_wide_kernel(
         tau = tl.full((BLOCK_M, 1), -1.0, tl.float32)
         count = tl.full((BLOCK_M, 1), float("inf"), tl.float32)
         active = tl.full((BLOCK_M, 1), 1.0, tl.float32)
-        # The last column that a step reads: none once the iteration has ended.
+        # The columns that a step reads: none once the iteration has converged.
         end = N
         for _ in tl.range(0, steps):
             sum = tl.zeros((BLOCK_M, 1), tl.float32)
@@ -170,7 +175,7 @@ def _sparsemax_wide_backward_kernel(
 
 
 def most_steps(N: int) -> int:
-    """More steps than Newton's iteration takes for N elements."""
+    """Return an upper bound of the steps of Newton's iteration for N elements."""
     return N.bit_length() + 14
 
 

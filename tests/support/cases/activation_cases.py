@@ -23,13 +23,13 @@ from op_under_test import (
 
 # Below this, float32 exp and products underflow.
 TINY = torch.finfo(torch.float32).tiny
-# Values beyond which exp or its square leaves float32's range, and where an activation is flat or
-# linear; NaN and 0 stay what they are.
+# Values where exp or its square leaves float32's range, and where an activation is flat or linear.
 SPECIAL = (1e4, -1e4, 88.0, -88.0, -104.0, 20.0, -20.0, -1.278, 0.0, 1e-7, -1e-30)
 HUGE = (3e38, -3e38, 1e20, -1e20)
 
 
 def gate_like(case: Any, values: Values, shape: tuple[int, ...]) -> Tensor:
+    """Draw a tensor whose first columns are the special values of the case."""
     gate = values.draw(shape, SAME, case.layout, case.scale)
     if gate.numel() > 0:
         for i, special in enumerate(case.special[: shape[-1]]):
@@ -38,7 +38,7 @@ def gate_like(case: Any, values: Values, shape: tuple[int, ...]) -> Tensor:
 
 
 def gated_tensors(case: Any, form: str) -> Tensors:
-    """gate, up and dy; if up is None, gate holds both."""
+    """Draw gate, up and dy. With a form, gate holds both, packed or interleaved, and up is None."""
     values, up_dtype = drawn_for(case), SAME if form else case.up_dtype
     gate = gate_like(case, values, case.shape)
     up = values.draw(case.shape, up_dtype, case.layout, case.scale)
@@ -50,6 +50,7 @@ def gated_tensors(case: Any, form: str) -> Tensors:
 
 
 def apart(gate: Tensor, up: Tensor | None, form: str) -> tuple[Tensor, Tensor]:
+    """Return gate and up in float64, taken out of one tensor if the form packs them."""
     if form == "interleaved":
         gate, up = gate[..., ::2], gate[..., 1::2]
     elif form:
@@ -58,13 +59,15 @@ def apart(gate: Tensor, up: Tensor | None, form: str) -> tuple[Tensor, Tensor]:
 
 
 def together(dgate: Tensor, dup: Tensor, form: str) -> list[Tensor]:
+    """Return the gradients as the form has them: the inverse of `apart`."""
     if form:
         return [torch.stack((dgate, dup), -1 if form == "interleaved" else -2).flatten(-2)]
     return [dgate, dup]
 
 
 def terms(op: str, case: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """Magnitudes of the terms of the activation and of its slope, and of their factors from up.
+    """Compute the magnitudes of the terms of the activation and its slope, and of their factors
+    from up.
 
     The relative error of exp(z) is z times that of z, hence the factors 1 + |z|.
     """
@@ -113,13 +116,13 @@ def unary_tensors(case: Any) -> Tensors:
 
 
 def special_rows(pick: Pick, fields: Fields) -> Fields:
-    """Rows whose first elements are values that a normal distribution does not produce."""
+    """Draw rows whose first elements are values that a normal distribution does not produce."""
     special = SPECIAL if fields["dtype"] is torch.float16 else SPECIAL + HUGE
     drawn = tuple(pick(special) for _ in range(pick(range(5))))
     return {**drawn_rows(pick, fields), "special": drawn}
 
 
-# 5 x 4096 x 131072 elements exceed int32. In the second, rows start at any address.
+# 5 x 4096 x 131072 elements exceed int32. Rows of SLICED tensors start at any address.
 SHAPES = shapes(*((ROWS, N) for N in WIDTHS), (5 * ROWS, 131072))
 SLICED = {"layout": "sliced", "dy_layout": "sliced"}
 
@@ -150,7 +153,8 @@ def described(name: str, form: str, choices: Fields, *options: Fields, **more: A
 
 
 def gated(name: str, choices: Fields, sampled: Fields, *options: Fields) -> list[OpUnderTest]:
-    """An activation of separate tensors, of halves and, if it can be, of interleaved columns."""
+    """Return the entries of a gated activation: of separate tensors, of halves of one tensor and,
+    if the op has them, of interleaved columns."""
     forms = ("", "packed", "interleaved")[: 2 + (name == "clamped_swiglu")]
     return [
         described(

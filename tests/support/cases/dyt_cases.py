@@ -10,7 +10,7 @@ from launch_forms import FP32, KEPT, masks, rows, shapes
 from norm_cases import COMPILED, DX_ALONE, EPS, PARAMETER, wide
 from op_under_test import SAME, OpUnderTest, Tensors, drawn_for, max_abs
 
-# One number is given as a vector, or as a scalar.
+# The shapes of a parameter that is one number.
 ONE = ((1,), ())
 
 
@@ -26,8 +26,10 @@ def dyt_tensors(case: Any) -> Tensors:
 
 
 def dyt_gradient_magnitudes(case: Any, tensors: Tensors) -> list[float]:
-    """The magnitudes of dx, dalpha, dgamma and dbeta. A sum's rounding errors are those of its
-    terms, whose slope is at most 1."""
+    """Return the magnitudes of dx, dalpha, dgamma and dbeta.
+
+    A sum's rounding errors are those of its terms, and the slope of tanh is at most 1.
+    """
     x, alpha, gamma, dy = (tensors[name].double() for name in ("x", "alpha", "gamma", "dy"))
     if x.numel() == 0:
         return [0.0] * 4
@@ -48,13 +50,13 @@ def poly_tensors(case: Any) -> Tensors:
 
 
 def powers(case: Any, tensors: Tensors) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The absolute values for x**3, x**2 and x: the weight, the norm, and the norm's slope in x."""
+    """Return absolute values for x**3, x**2 and x: the weight, the norm, and its slope in x."""
     x = tensors["x"].double().abs()
-    found = []
+    terms = []
     for p, weight in zip((3, 2, 1), tensors["weight"].double().abs(), strict=True):
         rstd = (x.pow(2 * p).mean(-1, keepdim=True) + case.eps).rsqrt()
-        found.append((weight, x.pow(p) * rstd, p * x.pow(p - 1) * rstd))
-    return found
+        terms.append((weight, x.pow(p) * rstd, p * x.pow(p - 1) * rstd))
+    return terms
 
 
 def poly_output_magnitudes(case: Any, tensors: Tensors) -> list[float]:
@@ -68,12 +70,12 @@ def poly_gradient_magnitudes(case: Any, tensors: Tensors) -> list[float]:
     dy = tensors["dy"].double().abs()
     if dy.numel() == 0:
         return [0.0] * 3
-    found = powers(case, tensors)
+    terms = powers(case, tensors)
     dx = sum(
         weight * slope * (dy + norm * (dy * norm).mean(-1, keepdim=True))
-        for weight, norm, slope in found
+        for weight, norm, slope in terms
     )
-    of_weight = max(float((dy * norm).sum()) for _, norm, _ in found)
+    of_weight = max(float((dy * norm).sum()) for _, norm, _ in terms)
     return [float(dx.max()), of_weight, float(dy.sum())]
 
 

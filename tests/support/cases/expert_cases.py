@@ -12,17 +12,19 @@ from launch_forms import BF16, FP32, Fields, Forms
 from liger_ops import library
 from op_under_test import DEVICE, SAME, Magnitude, OpUnderTest, Pick, Tensors, drawn_for, laid_out
 
-# Ids of experts: drawn evenly, a tenth of the experts half of the time, one expert, or sentinels.
+# How the experts of tokens are drawn: evenly; half of the time from a tenth of the experts; always
+# one expert; with some sentinels, which are no expert; or sentinels alone.
 ROUTING = ("even", "skewed", "one", "sentinels", "nobody")
 OPTIONS = (
     "activation", "alpha", "limit", "up_offset", "interleaved", "gate_up_lora_scale",
     "down_lora_scale",
 )  # fmt: skip
-# The weights that have a LoRA.
+# The weights that have a LoRA, in each form.
 LORAS = ((), ("gate_up", "down"), ("gate_up",), ("down",))
 
 
 def ids(case: Any) -> Tensor:
+    """Draw the experts of each token."""
     generator = torch.Generator().manual_seed(case.seed)
     shape, E = (case.shape[0], case.top_k), case.experts
     chosen = torch.randint(E, shape, generator=generator)
@@ -78,9 +80,9 @@ def tensors(case: Any) -> Tensors:
 
 
 class Absolute:
-    """The sums of the op without signs, each of which is rounded some times."""
+    """Magnitudes of the results: the op's sums of absolute values, times a number of roundings."""
 
-    # Roundings to the dtype of the inputs that a term has on its way to a result.
+    # How often a term is rounded to the dtype of the inputs on its way to a result.
     ROUNDINGS = 8
 
     def __init__(self, case: Any, given: Tensors) -> None:
@@ -111,10 +113,11 @@ class Absolute:
         self.result = self.rows("down", self.a) + self.bias("down_bias")
 
     def rows(self, name: str, values: Tensor) -> Tensor:
+        """Multiply each row by the weight of its expert."""
         return torch.einsum("rd,rfd->rf", values, self.weight(name))
 
     def weight(self, name: str) -> Tensor:
-        """The weight of each row, with its LoRA."""
+        """Return the weight of each row's expert, with its LoRA."""
         weight = self.wide[name]
         if name in self.case.loras:
             scale = abs(getattr(self.case, f"{name}_lora_scale"))
@@ -125,6 +128,7 @@ class Absolute:
         return self.wide[name][self.ids] if name in self.wide else 0.0
 
     def magnitude(self, terms: Tensor) -> float:
+        """Return the largest sum times its roundings, in units of op_checks.FLOAT32_ROUNDINGS."""
         eps, single = torch.finfo(self.case.dtype).eps, torch.finfo(torch.float32).eps
         roundings = 4 + self.ROUNDINGS * (eps / single / 8 if eps > single else 1)
         return float(terms.max()) * roundings if terms.numel() else 0.0
@@ -156,6 +160,7 @@ class Absolute:
         return [self.magnitude(term) for term in terms]
 
     def of_lora(self, name: str, dweight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums for the gradients of a LoRA's factors, empty if there is none."""
         if name not in self.case.loras:
             return dweight[:0], dweight[:0]
         scale = abs(getattr(self.case, f"{name}_lora_scale"))
@@ -210,7 +215,7 @@ OPS = (
             )
         }
         | {
-            # Where the bounds are tight enough to notice each part of a gradient.
+            # In float32 the bounds are tight enough to notice each term of a gradient.
             f"{activation}-float32": {
                 "shape": (17, 20), "experts": 4, "width": 24, "routing": "sentinels", "dtype": FP32,
                 "activation": activation, "layout": "transposed", "dy_layout": "transposed",

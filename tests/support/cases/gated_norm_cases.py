@@ -52,7 +52,7 @@ def group_size(case: Any, tensors: Tensors) -> int | None:
 
 
 def magnitudes(case: Any, tensors: Tensors) -> tuple[float, float, float, float]:
-    """The magnitudes of y, dx, dgate, and of a factor of the terms of dweight."""
+    """Return the magnitudes of y, dx, dgate, and of a factor of the terms of dweight."""
     x, gate = (tensors[name].double() for name in ("x", "gate"))
     if x.numel() == 0:
         return 0.0, 0.0, 0.0, 0.0
@@ -77,11 +77,11 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[float]:
     return [dx, dgate, terms * factor]
 
 
-def grouped(*given: tuple[tuple[int, ...], int], **fields: Any) -> tuple[Fields, ...]:
-    return tuple({"shape": shape, "num_groups": groups, **fields} for shape, groups in given)
+def grouped(*sizes: tuple[tuple[int, ...], int], **fields: Any) -> tuple[Fields, ...]:
+    return tuple({"shape": shape, "num_groups": groups, **fields} for shape, groups in sizes)
 
 
-# Narrow groups of columns, those of Mamba 2 and Zamba2, one group, and groups that fit no tile.
+# Groups of columns: narrow, as in Mamba 2 and Zamba2, one group, and groups that fit no tile.
 GROUPED = Forms(
     shapes=grouped(
         *(

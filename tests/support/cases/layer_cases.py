@@ -23,7 +23,7 @@ from op_under_test import (
 
 
 def embedding_tensors(case: Any) -> Tensors:
-    """The case's shape is that of dy: of the indices, and the columns of the table."""
+    """Draw weight, indices and dy. The case's shape is dy's: the indices', and the columns."""
     values = drawn_for(case)
     indices = torch.randint(case.words, case.shape[:-1], generator=values.generator)
     indices = indices.to(DEVICE, case.index_dtype)
@@ -38,7 +38,7 @@ def embedding_tensors(case: Any) -> Tensors:
 
 
 def embedding_gradient_magnitudes(case: Any, tensors: Tensors) -> list[float]:
-    """The largest sum of a word's values, without their signs."""
+    """Return the largest sum of the absolute values that a word's gradient adds."""
     dy = tensors["dy"].double().abs().reshape(-1, case.shape[-1])
     if dy.numel() == 0:
         return [0.0]
@@ -66,8 +66,8 @@ EMBEDDING = OpUnderTest(
     output_magnitudes=lambda c, t: [0.0],
     gradient_magnitudes=embedding_gradient_magnitudes,
     sample_shape=lambda rows: (rows, 4, 6),
-    # Each word occurs twice or so, or all the time; narrow and wide rows. The rows are those of the
-    # indices, and it moves them in sorted order: they are not counted.
+    # A word occurs twice on average, or always; rows are narrow and wide. Traffic is not counted,
+    # because the rows are those of the indices, and are moved in sorted order.
     forms=Forms(
         shapes=shapes(*((ROWS, N) for N in (1, 100, 1023, 4096, 131072)), words=2000),
         options=({"padding_idx": 3}, {"index_dtype": torch.int32}, {"words": 1}),
@@ -85,7 +85,7 @@ EMBEDDING = OpUnderTest(
 
 
 def attn_res_tensors(case: Any) -> Tensors:
-    """The first dimension of the case's shape, which is x's, is the blocks."""
+    """Draw x, query, weight and dy. The case's shape is x's, with the blocks first."""
     values, columns = drawn_for(case), case.shape[-1:]
     return {
         "x": values.draw(case.shape, SAME, case.layout, case.scale),
@@ -96,7 +96,7 @@ def attn_res_tensors(case: Any) -> Tensors:
 
 
 def attn_res_magnitudes(case: Any, tensors: Tensors) -> tuple[float, float, float]:
-    """The magnitudes of y and dx, and of dw, the gradient of query * weight."""
+    """Return the magnitudes of y and dx, and of dw, the gradient of query * weight."""
     x, query = tensors["x"].double(), tensors["query"].double()
     if x.numel() == 0:
         return 0.0, 0.0, 0.0
@@ -136,7 +136,7 @@ ATTN_RES = OpUnderTest(
         str(shape[0]): {"shape": shape, "dtype": BF16, "weight_dtype": SAME, "layout": "sliced"}
         for shape in ((3, 2, 17001), (70, 3, 40))
     },
-    # Its rows are in the second dimension: they are not counted.
+    # Traffic is not counted, because the rows are in the second dimension.
     forms=Forms(
         shapes=shapes(*((8, ROWS, N) for N in (1, 100, 1023, 4096, 8192, 131072))),
         options=({"weight_dtype": None},),

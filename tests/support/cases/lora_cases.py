@@ -12,7 +12,7 @@ from op_under_test import SAME, OpUnderTest, Pick, Tensors, drawn_for
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
     D, N, R = case.shape[-1], case.out, case.rank
-    given: Tensors = {
+    drawn: Tensors = {
         "x": values.draw(case.shape, SAME, case.layout, case.scale),
         "weight": values.draw((N, D), scale=D**-0.5),
         "a": values.draw((R, D), case.lora_dtype, scale=D**-0.5),
@@ -20,11 +20,11 @@ def tensors(case: Any) -> Tensors:
     }
     bias = values.draw((N,), SAME if case.bias else None)
     up = values.draw(case.shape, SAME if case.gated else None, case.layout)
-    given |= {"bias": bias, "up": up}
-    x, weight, a, b = list(given.values())[:4]
+    drawn |= {"bias": bias, "up": up}
+    x, weight, a, b = list(drawn.values())[:4]
     forward = library.OPS["lora_linear_forward"].definition
-    given["lora_x"] = forward(x, weight, a, b, 1.0, None, up, case.activation)[1]
-    return {**given, "dy": values.draw((*case.shape[:-1], N), SAME, case.dy_layout)}
+    drawn["lora_x"] = forward(x, weight, a, b, 1.0, None, up, case.activation)[1]
+    return {**drawn, "dy": values.draw((*case.shape[:-1], N), SAME, case.dy_layout)}
 
 
 def sizes(pick: Pick, fields: Fields) -> Fields:

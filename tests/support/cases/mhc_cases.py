@@ -78,7 +78,7 @@ def coeffs_tensors(case: Any) -> Tensors:
     dtype = case.other_dtype
     # The product of a normalised row with a column of phi is about 1.
     scale = case.sharpness / (hc * C) ** 0.5
-    given: Tensors = {
+    drawn: Tensors = {
         "x": values.draw(case.shape, SAME, case.layout, case.scale),
         "phi": values.draw((hc * C, columns), dtype, case.layout, scale),
         "b": values.draw((columns,), dtype, shift=case.b_shift),
@@ -86,15 +86,15 @@ def coeffs_tensors(case: Any) -> Tensors:
     }
     forward = library.OPS["mhc_coeffs_forward"].definition
     options = (case.tmax, case.rms_eps, case.pre_eps, case.sinkhorn_eps, case.post_mult)
-    results = forward(*(given[name] for name in INPUTS), *options)
-    given.update(product=results[3], rstd=results[4])
+    results = forward(*(drawn[name] for name in INPUTS), *options)
+    drawn.update(product=results[3], rstd=results[4])
     for name, result in zip(RESULTS, results, strict=False):
-        given[f"d{name}"] = values.draw(tuple(result.shape), result.dtype, case.dy_layout)
-    return given
+        drawn[f"d{name}"] = values.draw(tuple(result.shape), result.dtype, case.dy_layout)
+    return drawn
 
 
 def logit_terms(case: Any, tensors: Tensors) -> tuple[float, float, float, float]:
-    """The largest sum of the terms of mix, the largest logit made of them, 1 / rms and alpha."""
+    """Return the largest sum of the terms of mix, the largest logit from it, 1 / rms and alpha."""
     if not tensors["x"].numel():
         return 0.0, 0.0, 0.0, 0.0
     rows = tensors["x"].double().flatten(-2).abs()
@@ -145,7 +145,7 @@ def hyper_connection(
     name: str, alone: int, sizes: tuple[tuple[int, int], ...], tensors: Callable[..., Tensors],
     cases: dict[str, Fields], autocast_as: str, **more: Any,
 ) -> OpUnderTest:  # fmt: skip
-    """The first `alone` gradients are each also asked for by themselves."""
+    """Return an entry. Each of the first `alone` gradients is also asked for by itself."""
     return OpUnderTest(
         name=name,
         choices={
@@ -184,7 +184,7 @@ def hyper_connection(
 
 
 def has_tokens(case: Any) -> bool:
-    """Whether the first dimension is of tokens, and not of streams."""
+    """Return whether the first dimension is of tokens, and not of streams."""
     return len(case.shape) > 2
 
 
@@ -214,7 +214,7 @@ OPS = (
         gradient_magnitudes=post_res_gradient_magnitudes,
         multiplies=True,
     ),
-    # Its kernels run without the gradients of b and the alphas, too.
+    # The backward also runs without the gradients of b and the alphas.
     hyper_connection(
         "mhc_coeffs_forward", 1, LAUNCHED, coeffs_tensors,
         {
@@ -223,9 +223,9 @@ OPS = (
             "tokens": {"shape": (70, 4, 16), "dtype": FP32, "tmax": 20, "other_dtype": BF16},
             "16-streams": {"shape": (5, 16, 3), "dtype": BF16, "tmax": 7},
             "33-streams": {"shape": (3, 33, 2), "dtype": FP32, "tmax": 3},
-            # Logits of which most softmaxes are 0 or 1.
+            # Logits so large that most probabilities are 0 or 1.
             "sharp": {"shape": (6, 4, 16), "dtype": FP32, "tmax": 20, "sharpness": 50.0},
-            # Beside the logits of three streams, a tile has those of a fourth.
+            # A tile for three streams has logits of a fourth, which must not be the largest.
             "logits-far-below-0": {"shape": (5, 3, 8), "dtype": FP32, "b_shift": -200.0},
             "iterations": {"shape": (3, 3, 8), "dtype": FP32, "tmax": 75, "sharpness": 2.0},
             "no-tokens": {"shape": (0, 4, 16), "dtype": FP32},

@@ -1,4 +1,4 @@
-"""modulated_rms_norm and modulated_layer_norm under test, with a scale of each form."""
+"""modulated_rms_norm and modulated_layer_norm under test, with each shape of scale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors(form: str, case: Any) -> Tensors:
 
 
 def magnitudes(name: str, case: Any, tensors: Tensors) -> tuple[float, float, float]:
-    """The magnitudes of norm(x), y and dx."""
+    """Return the magnitudes of norm(x), y and dx."""
     plain = name.removeprefix("modulated_")
     normalised, gradient = norm_cases.magnitudes(plain, case, tensors)
     normalised += max_abs(tensors["bias"])
@@ -59,7 +59,7 @@ def gradient_magnitudes(name: str, case: Any, tensors: Tensors) -> list[float]:
 
 
 def forms(plain: Fields, options: tuple[Fields, ...], gradients: int, form: str) -> Forms:
-    """Rows of three samples: narrow, as in DiT, Flux and Wan, and that fit no tile."""
+    """Return the launch forms: rows of three samples, narrow, as in DiT, Flux and Wan, and wide."""
     # The gradient of each token's shift is dy, without a launch.
     alone = ((0,), (1,)) if form == "token" else ((0,), (1,), (2,))
     subsets = (*alone, tuple(range(1, gradients)))

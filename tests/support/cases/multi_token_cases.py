@@ -24,26 +24,28 @@ def tensors(case: Any) -> Tensors:
     values, dtype = drawn_for(case), case.weight_dtype
     channels = case.shape[1] // case.groups
     terms = channels * case.kernel[0] * case.kernel[1]
-    given = {
+    drawn = {
         "scores": values.draw(case.shape, SAME, case.layout, case.scale, case.shift),
         "weight": values.draw((case.out, channels, *case.kernel), dtype, scale=terms**-0.5),
         "bias": values.draw((case.out,), dtype if case.bias else None),
     }
     form = torch.empty(case.shape, device="meta")
-    weight = torch.empty(given["weight"].shape, device="meta")
+    weight = torch.empty(drawn["weight"].shape, device="meta")
     shape = tuple(F.conv2d(form, weight, None, *convolution(case)).shape)
-    return {**given, "dy": values.draw(shape, dtype, case.dy_layout)}
+    return {**drawn, "dy": values.draw(shape, dtype, case.dy_layout)}
 
 
 def probabilities(case: Any, tensors: Tensors) -> tuple[Tensor, float]:
-    """p, and its largest relative error in units of the float32 rounding errors that the checks
-    allow: a score's difference to the maximum is rounded, which is a relative error of its
-    exponential; and p is rounded to weight's dtype."""
+    """Return p, and its largest relative error in units of the checks' float32 rounding errors.
+
+    A score's difference to the maximum is rounded, which is a relative error of its exponential;
+    and p is rounded to weight's dtype.
+    """
     wide = tensors["scores"].double()
     future = torch.ones(case.shape[-2:], dtype=torch.bool, device=wide.device).triu(1)
     largest = wide.masked_fill(future, -torch.inf).amax(-1, keepdim=True)
     below = (wide - largest).masked_fill(future, -torch.inf)
-    # Of an element of which the exponential is below 1e-9 of the largest, the error is nothing.
+    # Where the exponential is below 1e-9 of the largest, its error does not matter.
     spread = min(20.0, max_abs(below.masked_fill(future, 0.0)))
     stored = torch.finfo(tensors["weight"].dtype).eps / torch.finfo(torch.float32).eps / 8
     return torch.softmax(below, -1), 2 + spread + stored
@@ -75,8 +77,8 @@ def convolutions(pick: Pick, fields: Fields) -> Fields:
     # The interpreter's time grows with the rows.
     L, groups = pick((1, 2, 7, 16, 37)), pick((1, 2))
     kernel, dilation = (pick(((1, 1), (3, 3), (3, 1), (2, 4))) for _ in range(2))
-    # What each dimension loses without padding. The result must be square: its size is L less
-    # `smaller` or, for an even kernel, more than L.
+    # The positions that each dimension loses without padding. The result must be square: of size L,
+    # or smaller by 2 * smaller or, for an even kernel, larger.
     lost = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     if sum(lost) % 2:
         kernel, dilation, lost = (3, 3), (1, 1), [2, 2]

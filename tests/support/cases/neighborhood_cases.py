@@ -28,17 +28,17 @@ INPUTS = ("query", "key", "value")
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
     shape = (case.shape[0], case.key_heads, *case.shape[2:])
-    given: Tensors = {
+    drawn: Tensors = {
         "query": values.draw(case.shape, SAME, case.layout, case.scale),
         "key": values.draw(shape, SAME, case.key_layout),
         "value": values.draw(shape, SAME, case.key_layout),
     }
     forward = library.OPS["neighborhood_attention_forward"].definition
-    given["y"], given["lse"] = forward(*(given[name] for name in INPUTS), *options(case))
-    given["dy"] = values.draw(case.shape, SAME, case.dy_layout)
+    drawn["y"], drawn["lse"] = forward(*(drawn[name] for name in INPUTS), *options(case))
+    drawn["dy"] = values.draw(case.shape, SAME, case.dy_layout)
     statistics = "transposed" if case.dy_layout == "model" else case.dy_layout
-    given["dlse"] = values.draw(case.shape[:-1], given["lse"].dtype, statistics)
-    return given
+    drawn["dlse"] = values.draw(case.shape[:-1], drawn["lse"].dtype, statistics)
+    return drawn
 
 
 def options(case: Any) -> tuple[Any, ...]:
@@ -55,9 +55,11 @@ def factor(case: Any) -> float:
 
 
 def roundings(case: Any, tensors: Tensors) -> float:
-    """The relative error of a weight of the softmax, in units of the float32 rounding errors that
-    the checks allow. A score is off by a rounding of its terms, which is a relative error of its
-    exponential; a product's operand is rounded once more, to the dtype of the inputs."""
+    """Return the relative error of a softmax's weight in units of the checks' float32 errors.
+
+    A score is off by a rounding of its terms, which is a relative error of its exponential. An
+    operand of a product is rounded once more, to the dtype of the inputs.
+    """
     scores = factor(case) * largest_norm(tensors["query"]) * largest_norm(tensors["key"])
     stored = 0.0
     if case.dtype.itemsize == 2:

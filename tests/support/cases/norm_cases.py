@@ -12,13 +12,13 @@ from launch_forms import BF16, FP32, Fields, Forms, masks, rows, shapes
 from op_under_test import SAME, OpUnderTest, Pick, Tensors, drawn_for, drawn_rows, max_abs
 
 EPS = (1e-6, 1e-5, 1e-2)
-# No parameter, or one of the case's dtype or of float32.
+# The dtypes of a parameter: none if it is absent, the case's, or float32.
 PARAMETER = (None, SAME, FP32)
 MODES = ("llama", "gemma", "none")
 
 
 def tensors(case: Any, dim: int = -1) -> Tensors:
-    """x, weight, bias, residual, dy, ds on the device under test."""
+    """Draw x, weight, bias, residual, dy and ds on the device under test."""
     columns, values = (case.shape[dim],), drawn_for(case)
     dtypes = {name: getattr(case, f"{name}_dtype", None) for name in ("bias", "residual")}
     residual = case.dtype if dtypes["residual"] in (None, SAME) else dtypes["residual"]
@@ -33,13 +33,14 @@ def tensors(case: Any, dim: int = -1) -> Tensors:
     }
 
 
-def the_sum_as_stored(case: Any, tensors: Tensors) -> Tensors:
+def backward_sees_stored_sum(case: Any, tensors: Tensors) -> Tensors:
+    """Replace x by x + residual as the forward rounds and stores it, and the residual by zeros."""
     s = tensors["x"] + tensors["residual"]
     return {**tensors, "x": s, "residual": torch.zeros_like(s)}
 
 
 def magnitudes(op: str, case: Any, tensors: Tensors) -> tuple[float, float]:
-    """The magnitudes of the outputs, and of dx."""
+    """Return the magnitudes of the outputs, and of dx."""
     x = tensors["x"].double()
     if op == "fused_add_rms_norm":
         x = x + tensors["residual"].double()
@@ -65,7 +66,7 @@ def output_magnitudes(op: str, case: Any, tensors: Tensors) -> list[float]:
 
 
 def gradient_magnitudes(op: str, dim: int, case: Any, tensors: Tensors) -> list[float]:
-    """The magnitudes of dx, dweight and dbias; the last two are sums over all rows."""
+    """Return the magnitudes of dx, dweight and dbias; the last two are sums over all rows."""
     x, dy = tensors["x"], tensors["dy"]
     if x.numel() == 0:
         return [0.0, 0.0, 0.0]
@@ -77,12 +78,13 @@ def gradient_magnitudes(op: str, dim: int, case: Any, tensors: Tensors) -> list[
 
 
 def with_weight(pick: Pick, fields: Fields) -> Fields:
-    """Rows, and an offset only of a weight."""
+    """Draw rows; without a weight the offset is 0."""
     offset = fields["offset"] if fields["weight_dtype"] else 0.0
     return {**drawn_rows(pick, fields), "offset": offset}
 
 
 def groups(pick: Pick, fields: Fields) -> Fields:
+    """Draw a shape for group_norm."""
     channels = fields["num_groups"] * pick((1, 2, 3, 7))
     positions = ((), (1,), (7,), (0,), (5, 7), (2, 3, 3))
     large = () if fields["tile"] else ((129,), (16, 16))
@@ -90,13 +92,14 @@ def groups(pick: Pick, fields: Fields) -> Fields:
 
 
 def norm(name: str, *, dim: int = -1, **fields: Any) -> OpUnderTest:
-    given = {
+    """Return the entry of a norm whose weight has the size of dimension `dim`."""
+    defaults = {
         "tensors": partial(tensors, dim=dim),
         "output_magnitudes": partial(output_magnitudes, name),
         "gradient_magnitudes": partial(gradient_magnitudes, name, dim),
         "autocast_as": name.removeprefix("fused_add_"),
     }
-    return OpUnderTest(name=name, **{**given, **fields})
+    return OpUnderTest(name=name, **{**defaults, **fields})
 
 
 RMS_OPTIONS = {
@@ -115,13 +118,14 @@ COMPILED = shapes(*((4, N) for N in (100, 4096, 16384, 32768, 65536, 131072)))
 
 
 def wide(*columns: int, **fields: Any) -> dict[str, Fields]:
-    """Rows of bfloat16 by the host code's own plan."""
+    """Return cases of bfloat16 rows with the host code's own plan."""
     fields = {"dtype": BF16, "layout": "sliced", **fields}
     return {f"{N}-columns": {"shape": (3, N), **fields} for N in columns}
 
 
 def far_mean(shape: tuple[int, ...], *tiles: Any, **fields: Any) -> dict[str, Fields]:
-    """Means so much larger than deviations that mean(x**2) - mean(x)**2 has no correct digit."""
+    """Return cases whose means are so much larger than the deviations that mean(x**2) - mean(x)**2
+    has no correct digit."""
     fields = {"shape": shape, "dtype": FP32, "shift": 1e4, **AFFINE, **fields}
     return {f"far-mean-{tile}": {**fields, "tile": tile} for tile in tiles}
 
@@ -135,8 +139,8 @@ GROUPS = (
 )  # fmt: skip
 
 
-def grouped(*given: tuple[tuple[int, ...], int], **fields: Any) -> tuple[Fields, ...]:
-    return tuple({"shape": shape, "num_groups": groups, **fields} for shape, groups in given)
+def grouped(*sizes: tuple[tuple[int, ...], int], **fields: Any) -> tuple[Fields, ...]:
+    return tuple({"shape": shape, "num_groups": groups, **fields} for shape, groups in sizes)
 
 
 COUNTED_GROUPS = {
@@ -165,7 +169,7 @@ OPS = (
         coupled=with_weight,
         computed={"s": lambda case, tensors: tensors["x"] + tensors["residual"]},
         gradients=("x", "weight"),
-        seen_by_backward=the_sum_as_stored,
+        seen_by_backward=backward_sees_stored_sum,
         shaping=("x", "s"),
         sampled=WEIGHTED,
         cases=wide(4096, 14336, 20001, 65536, **WEIGHTED),

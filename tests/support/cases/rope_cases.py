@@ -22,10 +22,11 @@ from op_under_test import (
 )
 
 MODEL_LAYOUTS = (*X_LAYOUTS, "model")
-# shape is q's. cos and sin have no dimension before (S, R), one of size 1, or the batch; they are
-# real, or one tensor holds cos + i sin, or a 2 x 2 matrix for each pair. `sections` are the pairs
-# of each: cos and sin then have three tables each. With `deinterleave`, interleaved pairs are
-# written in halves.
+# The shape is q's.
+# tables: The dimension of cos and sin before (S, R): none, one of size 1, or the batch.
+# kind: cos and sin are real, or one tensor holds cos + i sin, or a 2 x 2 matrix for each pair.
+# sections: The pairs of each section; cos and sin then have three tables each.
+# deinterleave: Whether interleaved pairs are written in halves.
 CHOICES = {
     "k_heads": (1, 2, 3, 0), "tables": ("none", "one", "batch"), "rotary": (2,),
     "kind": ("real", "real", "real", "complex", "matrices"), "table_dtype": (FP32, SAME),
@@ -71,7 +72,7 @@ def tensors(case: Any) -> Tensors:
     if case.kind == "complex":
         # There is no complex dtype for bfloat16.
         dtype = torch.promote_types(dtype, FP32)
-    given = {
+    drawn = {
         "q": values.draw(case.shape, SAME, case.layout, case.scale),
         "k": values.draw(k_shape, SAME, case.k_layout, case.scale),
         "cos": values.draw(shape, dtype, case.table_layout, case.scale),
@@ -80,13 +81,14 @@ def tensors(case: Any) -> Tensors:
         "dk": values.draw(k_shape, SAME, case.k_layout, case.scale),
     }
     if case.kind == "complex":
-        given["cos"] = laid_out(torch.complex(given["cos"], given["sin"]), case.table_layout)
+        drawn["cos"] = laid_out(torch.complex(drawn["cos"], drawn["sin"]), case.table_layout)
     if case.kind != "real":
-        given["sin"] = None
-    return given
+        drawn["sin"] = None
+    return drawn
 
 
 def largest_turn(tensors: Tensors) -> float:
+    """Return the largest factor by which a rotation can grow an element."""
     cos, sin = tensors["cos"], tensors["sin"]
     if cos.is_complex():
         cos, sin = cos.real, cos.imag
@@ -112,17 +114,17 @@ COMPILED = ((128, 128), (96, 24), (256, 256))
 
 
 def heads(*sizes: tuple[int, int, int], sections: bool = False, **more: Any) -> list[Fields]:
-    """Shapes of models. With `sections`, each gets a third of the pairs."""
-    found = []
+    """Return forms of models' shapes. With `sections`, each gets a third of the pairs."""
+    forms = []
     for count, D, R in sizes:
         third = R // 2 // 3
         cut = {"sections": (R // 2 - 2 * third, third, third)} if sections else {}
-        found.append({"shape": (2, count, 2048, D), "rotary": R, **more, **cut})
-    return found
+        forms.append({"shape": (2, count, 2048, D), "rotary": R, **more, **cut})
+    return forms
 
 
 INTERLEAVED = {"interleaved": True}
-# The forms of tables that a kernel reads in another way.
+# Forms of tables, each of which a kernel reads in its own way.
 TABLE_FORMS: dict[str, Fields] = {
     "per-pair": {"per_pair": True},
     "strided": {"per_pair": True, "table_layout": "strided"},
@@ -141,7 +143,7 @@ TABLE_FORMS: dict[str, Fields] = {
 
 
 def planned(sizes: dict[str, Fields], **common: Any) -> dict[str, Fields]:
-    """Cases of models' sizes and layouts, by the host code's own plan."""
+    """Return cases of models' sizes and layouts, with the host code's own plan."""
     heads = {
         "dtype": BF16, "k_heads": 2, "table_dtype": SAME, "layout": "model", "k_layout": "model",
     }  # fmt: skip
@@ -221,27 +223,27 @@ TRIPLES = (("q", "q_weight", "dq"), ("k", "k_weight", "dk"))
 
 
 def norm_magnitudes(case: Any, tensors: Tensors) -> list[tuple[float, float, float]]:
-    """The magnitudes of the result, of dx and of dweight, for q and for k."""
+    """Return the magnitudes of the result, of dx and of dweight, for q and for k."""
     turn = max(1.0, largest_turn(tensors))
-    found = []
+    results = []
     for name, weight, gradient in TRIPLES:
-        x, dy = (tensors[given].double() for given in (name, gradient))
+        x, dy = (tensors[key].double() for key in (name, gradient))
         if x.numel() == 0:
-            found.append((0.0, 0.0, 0.0))
+            results.append((0.0, 0.0, 0.0))
             continue
         rstd = float((x.square().mean(-1) + case.eps).rsqrt().max())
         scale = max_abs(tensors[weight], 1.0) + abs(case.offset)
         normalised = rstd * max_abs(x)
         of_dy = turn * max_abs(dy)
         terms = turn * float(dy.abs().sum() / x.shape[-1])
-        found.append(
+        results.append(
             (
                 normalised * scale * turn,
                 rstd * scale * of_dy * (1 + normalised),
                 terms * (1 + normalised),
             )
         )
-    return found
+    return results
 
 
 def norm_gradient_magnitudes(case: Any, tensors: Tensors) -> list[float]:

@@ -13,32 +13,33 @@ LAYERS = tuple(f"x{i}" for i in range(8))
 
 
 def tensors(case: Any) -> Tensors:
-    """Every number of a row's logits is another one, so that rounding changes no selection."""
+    """Draw the tensors. The logits of a row all differ, so that rounding changes no selection."""
     values = drawn_for(case)
-    given: Tensors = {}
+    drawn: Tensors = {}
     for i, name in enumerate(LAYERS):
         ranks = values.draw(case.shape, FP32).argsort(-1).to(FP32)
         logits = (ranks - case.shape[-1] / 2) * (case.scale / 8)
-        given[name] = laid_out(logits.to(case.dtype), case.layout) if i < case.layers else None
+        drawn[name] = laid_out(logits.to(case.dtype), case.layout) if i < case.layers else None
     weight = values.draw(case.shape[:-1], FP32).abs()
     weight = torch.where(weight < 0.5, 0.0, weight)
-    given["token_weight"] = {
+    drawn["token_weight"] = {
         "mask": (weight != 0).to(case.dtype), "weights": weight, "none": None
     }[case.weights]  # fmt: skip
     wide = torch.promote_types(case.dtype, FP32)
+    # The last two entries of output_mask say whether there are dz and dprobabilities, at least one.
     wants = (case.output_mask[-1], case.output_mask[-2] or not case.output_mask[-1])
-    given["dprobabilities"] = values.draw(case.shape[-1:], wide) if wants[0] else None
-    given["dz"] = values.draw((), wide) if wants[1] else None
-    return given
+    drawn["dprobabilities"] = values.draw(case.shape[-1:], wide) if wants[0] else None
+    drawn["dz"] = values.draw((), wide) if wants[1] else None
+    return drawn
 
 
 def coupled(pick: Pick, fields: Fields) -> Fields:
-    found = drawn_rows(pick, fields)
-    return {**found, "top_k": pick([k for k in (1, 2, 8) if k <= found["shape"][-1]])}
+    rows = drawn_rows(pick, fields)
+    return {**rows, "top_k": pick([k for k in (1, 2, 8) if k <= rows["shape"][-1]])}
 
 
 def _terms(case: Any, tensors: Tensors) -> tuple[float, float, float]:
-    """The weight of all tokens, and the largest logit and lse."""
+    """Return the weight of all tokens, and bounds of the largest logit and lse."""
     rows = tensors["x0"].numel() / max(1, case.shape[-1])
     weight = tensors["token_weight"]
     weight = rows if weight is None else float(weight.double().sum())

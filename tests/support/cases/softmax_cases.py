@@ -32,7 +32,7 @@ def tensors(op: str, case: Any) -> Tensors:
 
 
 def shifted_rows(pick: Pick, fields: Fields) -> Fields:
-    """Rows of any size, and of none. float16 can hold 5 times the largest scale."""
+    """Draw rows of any size, also empty. The largest scale has no shift: float16 would overflow."""
     shape = (*leading_shape(pick), pick((0, *sizes(fields["tile"]))))
     return {"shape": shape, "shift": fields["shift"] if fields["scale"] <= 10 else 0.0}
 

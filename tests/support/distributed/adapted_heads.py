@@ -18,7 +18,7 @@ RANK = 4
 
 
 def adapted(model: Any, *modules: str, adapters: int = 1) -> Any:
-    """The model with random adapters of its head, and every parameter trained."""
+    """Return the model with random adapters of its head, and every parameter trained."""
     config = peft.LoraConfig(
         target_modules=["lm_head", *modules], init_lora_weights=False, r=RANK, lora_alpha=6
     )
@@ -35,8 +35,10 @@ def styled(
     model: Any, mesh: Any, logits: Placement | None = None, sequence: bool = False,
     adapter: bool = True,
 ) -> Any:  # fmt: skip
-    """Tensor parallelism of the model, of its head's linear layer and, with `adapter`, of the
-    adapter: words are sharded, and with `sequence` rows are."""
+    """Parallelize the model, its head's linear layer and, with `adapter`, the adapter.
+
+    Words are sharded, and with `sequence` rows, too.
+    """
     inner, head = model.base_model.model, model.base_model.model.lm_head
     # The plan names the linear layer.
     inner.lm_head = head.base_layer

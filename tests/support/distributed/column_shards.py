@@ -1,4 +1,4 @@
-"""Calls of ops with DTensors whose columns are sharded, and what one process computes."""
+"""Calls of ops with DTensors whose columns are sharded, compared with one process."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def outcome(op: str, tensors: list[Tensor], **options: Any) -> list[Tensor]:
 
 
 def over_columns(tensors: list[Tensor], mesh: Any, placements: Any = None) -> list[Tensor]:
-    """The tensors, sharded over columns where they have those of the first."""
+    """Shard the tensors that have as many columns as the first; replicate the others."""
     N = tensors[0].shape[-1]
-    found = []
+    sharded = []
     for tensor in tensors:
         last = Shard(tensor.dim() - 1) if tensor.shape[-1] == N else Replicate()
-        given = [last] * mesh.ndim
+        placed = [last] * mesh.ndim
         if placements is not None:
-            given = placements(tensor)
-        found.append(distribute_tensor(tensor, mesh, given).requires_grad_())
-    return found
+            placed = placements(tensor)
+        sharded.append(distribute_tensor(tensor, mesh, placed).requires_grad_())
+    return sharded
 
 
 def leaves(tensors: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Attention on CPUs for PyTorch's `context_parallel`, which has rings of CUDA kernels alone.
+"""Attention on CPUs for PyTorch's `context_parallel`, which only has rings of CUDA kernels.
 
 The context splits the buffers and replaces `scaled_dot_product_attention` as on GPUs. The operator
 that CPUs have for it gathers keys and values here, and masks by the positions of the queries.
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def positions(length: int) -> Tensor:
-    """The positions of all ranks' tokens, in the order of the ranks."""
+    """Return the positions of all ranks' tokens, in the order of the ranks."""
     balancer = _create_default_load_balancer(length, dist.get_world_size(), ranks.DEVICE)
     return torch.arange(length) if balancer is None else balancer._generate_indices()[0].long()
 
@@ -45,14 +45,14 @@ def _mask(length: int, is_causal: bool) -> Tensor:
 
 
 def _whole(x: Tensor, q: Tensor) -> Tensor:
-    """The keys or values of all ranks, in the order of their positions, for each head of q."""
-    found = gathered(x, SEQUENCE, dist.group.WORLD)
-    found = found.index_select(SEQUENCE, torch.argsort(positions(found.shape[SEQUENCE])))
-    return found.repeat_interleave(q.shape[1] // x.shape[1], 1)
+    """Gather the keys or values of all ranks, ordered by position, for each head of q."""
+    whole = gathered(x, SEQUENCE, dist.group.WORLD)
+    whole = whole.index_select(SEQUENCE, torch.argsort(positions(whole.shape[SEQUENCE])))
+    return whole.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _own_sum(x: Tensor, heads: int) -> Tensor:
-    """The rank's part of the sum over the ranks of gradients of all keys or values."""
+    """Sum the gradients of all keys or values over the ranks; return this rank's positions."""
     summed = x.unflatten(1, (heads, -1)).sum(2)
     ordered = summed.index_select(SEQUENCE, positions(x.shape[SEQUENCE]))
     return scattered_sum(ordered, SEQUENCE, dist.group.WORLD)
@@ -63,19 +63,19 @@ def _sharded(x: Tensor, like: DTensor) -> DTensor:
 
 
 def _forward(op: Any, args: Any, kwargs: Any) -> tuple[DTensor, DTensor]:
-    given = dict(zip(("q", "k", "v", "dropout_p", "is_causal"), args, strict=False))
+    arguments = dict(zip(("q", "k", "v", "dropout_p", "is_causal"), args, strict=False))
     if kwargs.get("attn_mask") is not None:
         raise NotImplementedError("context_parallel takes no attn_mask")
-    q, k, v = (given[name].to_local() for name in ("q", "k", "v"))
+    q, k, v = (arguments[name].to_local() for name in ("q", "k", "v"))
     k, v = _whole(k, q), _whole(v, q)
     scale = kwargs.get("scale") or q.shape[-1] ** -0.5
     scores = q @ k.mT * scale
     scores = scores.masked_fill(
-        ~_mask(k.shape[SEQUENCE], given.get("is_causal", False)), -torch.inf
+        ~_mask(k.shape[SEQUENCE], arguments.get("is_causal", False)), -torch.inf
     )
     lse = scores.logsumexp(-1)
     y = torch.exp(scores - lse.unsqueeze(-1)) @ v
-    return _sharded(y, given["q"]), _sharded(lse, given["q"])
+    return _sharded(y, arguments["q"]), _sharded(lse, arguments["q"])
 
 
 def _backward(op: Any, args: Any, kwargs: Any) -> tuple[DTensor, DTensor, DTensor]:

@@ -1,5 +1,5 @@
-"""Checks that several processes run together, each a rank of a group: gloo's, or with --device cuda
-NCCL's, also of ranks that share a GPU."""
+"""Checks that several processes run together, each as a rank of a group. The group is gloo's, or
+with --device cuda NCCL's, where ranks may share a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 Check = Callable[[], None]
 
-# The server of processes imports these once: what each would import for itself, most of its time.
+# Modules that the fork server imports once: otherwise each process would, for most of its time.
 # There is one list for all files, because a pytest process has one server, which its first file
 # starts.
 PRELOADED = [
@@ -48,16 +48,16 @@ EXACT = (torch.float64, 1e-9) if DEVICE == "cpu" else (torch.float32, 1e-4)
 
 
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
-    """A mesh of this shape, or of all ranks in one dimension."""
+    """Return a mesh of this shape, or of all ranks in one dimension."""
     return init_device_mesh(DEVICE, shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) -> dict[str, str]:
-    """Run checks, functions of a module, on so many ranks, and return what each one that failed
-    raised on its ranks, by the check's name: a rank that ends lets the others fail too.
+    """Run checks, functions of a module, on `ranks` processes; return the errors by check.
 
-    After a failure the ranks are not in step, and the checks after it fail too. Processes that take
-    longer than `seconds` are killed.
+    If one rank fails, the others fail too, for want of a partner. After a failure the ranks are not
+    in step, and the checks after it fail, too. Processes that take longer than `seconds` are
+    killed.
     """
     processes = ended(_run, ranks, seconds, checks, folder)
     failed: dict[str, str] = {}
@@ -74,7 +74,7 @@ def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) 
 def ended(
     target: Callable[..., None], ranks: int, seconds: float, *arguments: Any
 ) -> list[BaseProcess]:
-    """The processes of so many ranks, each of which called `target(rank, ranks, *arguments)`."""
+    """Run `target(rank, ranks, *arguments)` in a process for each rank; return them, all ended."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     processes: list[BaseProcess] = [
@@ -93,7 +93,7 @@ def ended(
 
 
 def program(ranks: int, folder: Path, seconds: float, *words: str) -> tuple[list[Any], str]:
-    """The exit codes and the output of a program, a file or a module, that torchrun would start."""
+    """Run a program, a file or a module, as torchrun would; return its exit codes and output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -105,7 +105,7 @@ def program(ranks: int, folder: Path, seconds: float, *words: str) -> tuple[list
 def _program(rank: int, ranks: int, folder: Path, port: int, words: tuple[str, ...]) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    # Without a GPU, so that the processes are the same on every machine.
+    # No GPU is visible, so that the processes are the same on every machine.
     os.environ.update(MASTER_ADDR="localhost", CUDA_VISIBLE_DEVICES="")
     sys.argv = [*words]
     run = runpy.run_path if words[0].endswith(".py") else runpy.run_module
@@ -118,17 +118,19 @@ def _program(rank: int, ranks: int, folder: Path, port: int, words: tuple[str, .
 
 
 def tests(checks: Mapping[int, Sequence[Check]], seconds: float) -> Callable[..., None]:
-    """A test of each check, by the number of ranks. Those of one number run together, when the
-    result of one is asked for."""
-    found: dict[int, dict[str, str]] = {}
+    """Return a test for each check. checks: number of ranks -> the checks to run with these.
+
+    The checks of one number of ranks run together, when the first of their tests runs.
+    """
+    failed: dict[int, dict[str, str]] = {}
     cases = [(count, check.__name__) for count, some in checks.items() for check in some]
 
     @pytest.mark.parametrize(("count", "check"), cases)
     def test(count: int, check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-        if count not in found:
+        if count not in failed:
             folder = tmp_path_factory.mktemp("ranks")
-            found[count] = failures(checks[count], count, folder, seconds)
-        if failure := found[count].get(check):
+            failed[count] = failures(checks[count], count, folder, seconds)
+        if failure := failed[count].get(check):
             pytest.fail(failure, pytrace=False)
 
     return test
@@ -141,7 +143,7 @@ def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
         gpus = torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl"
         if gpus < ranks:
-            # NCCL refuses a GPU twice on one host, so each rank says that it is another one, and
+            # NCCL refuses two ranks of a host on one GPU: each rank claims to be another host, and
             # they meet by sockets.
             os.environ.update(NCCL_HOSTID=str(rank), NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
         torch.cuda.set_device(rank % gpus)
@@ -163,9 +165,11 @@ def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """The name and the bytes of each collective, also of DTensors, and how often each op of
-    liger_ops is called. The bytes are those of a functional collective's input, and of all tensors
-    that another is given, such as those of FSDP2 and DDP."""
+    """Records the name and the bytes of each collective, also of DTensors, and counts liger's ops.
+
+    The bytes are those of the input of a functional collective, and of all tensors of another, such
+    as those of FSDP2 and DDP.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,20 +178,20 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
-            # It is called again with the tensors that the DTensor's operation computes with.
+            # DTensor calls the operation again with the local tensors.
             return NotImplemented
         name = func.__name__.split(".")[0]
         if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
             self.seen.append((name, args[0].nbytes))
         elif func.namespace == "c10d":
-            tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
-            self.seen.append((name, sum(one.nbytes for one in tensors)))
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.seen.append((name, sum(tensor.nbytes for tensor in tensors)))
         self.ops[name.removesuffix("_forward")] += func.namespace == "liger"
         return func(*args, **(kwargs or {}))
 
 
 def recorded(function: Callable[[], Any]) -> tuple[Any, list[tuple[str, int]]]:
-    """What a function returns, and the collectives that it ran."""
+    """Call a function; return its result, and the collectives that it ran."""
     with Traffic() as traffic:
         result = function()
     return result, traffic.seen

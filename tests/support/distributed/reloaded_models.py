@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 
 def reloaded(model: Any, **options: Any) -> Any:
-    """The weights of the first rank's model, in a model that `from_pretrained` makes with these
-    options."""
+    """Load the weights of the first rank's model by `from_pretrained` with these options."""
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders)

@@ -1,4 +1,4 @@
-"""Calls of losses, whole and as one rank has them, and their comparison."""
+"""Calls of losses with whole tensors and with one rank's parts of them, and their comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group_of(V: int) -> dict[str, Any]:
 
 
 def dims_of(names: Iterable[str], sequence_dim: int | None = None) -> dict[str, int | None]:
-    """The dimension along which each argument is sharded."""
+    """Return the dimension along which each argument is sharded, None for a whole one."""
     words = {"weight": 0, "bias": 0, "lora_b": 0, "logits": -1, "x": sequence_dim}
     return {
         name: words.get(name.removeprefix("student_").removeprefix("teacher_")) for name in names
@@ -34,7 +34,7 @@ def dims_of(names: Iterable[str], sequence_dim: int | None = None) -> dict[str, 
 
 
 def parts_of(inputs: dict[str, Tensor], dims: dict[str, int | None]) -> dict[str, Tensor]:
-    """The tensors as this rank has them."""
+    """Return the tensors as this rank has them."""
     return {name: here(tensor, dims[name]) for name, tensor in inputs.items()}
 
 
@@ -43,7 +43,7 @@ def here(tensor: Tensor, dim: int | None) -> Tensor:
 
 
 def part(tensor: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part, of which there may be none, as a leaf."""
+    """Return this rank's part of a tensor, which may be empty, as a leaf."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     size = -(-tensor.shape[dim] // ranks)
     first = min(rank * size, tensor.shape[dim])
@@ -58,8 +58,10 @@ def leaf(tensor: Tensor) -> Tensor:
 def tokens(
     V: int, dtype: torch.dtype, ignored: int = -100, rows: int = 4
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """x, weight and bias by name, and target; all tokens of the first row are ignored, so that one
-    rank may have no others, and one more is."""
+    """Draw x, weight and bias by name, and target.
+
+    All tokens of the first row are ignored, so that a rank may have no others, and one more token.
+    """
     x, weight, bias = torch.randn(rows, 3, D), torch.randn(V, D), torch.randn(V)
     target = torch.randint(0, V, (rows, 3))
     target[0] = ignored
@@ -69,7 +71,7 @@ def tokens(
 
 
 def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """A number of which every result has another gradient for each of its elements."""
+    """Reduce results to a number, so that each element has another gradient."""
     results = results if isinstance(results, tuple) else (results,)
     results = tuple(r for r in results if r is not None)
     factors = (torch.arange(1, r.numel() + 1, dtype=r.dtype).reshape(r.shape) for r in results)
@@ -77,9 +79,9 @@ def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def case_of(op: OpUnderTest, V: int, dtype: torch.dtype, **fields: Any) -> Any:
-    """The sample of an entry, with (4, 3) tokens and V words."""
+    """Return the sample of an entry, with (4, 3) tokens and V words."""
     sizes = {"shape": (4, 3), "V": V, "W": V, **fields}
-    # A head's case has its sizes by their names.
+    # The case of a head has these fields; that of other losses has them in its shape.
     of_head = {n: size for n, size in sizes.items() if hasattr(op.case_type, n)}
     return op.sample(dtype, **(of_head or {"shape": (4, 3, V), **fields}))
 
@@ -87,29 +89,33 @@ def case_of(op: OpUnderTest, V: int, dtype: torch.dtype, **fields: Any) -> Any:
 def loss_call(
     name: str, V: int, dtype: torch.dtype, **fields: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors with gradients of the loss of an entry, with the LoRA of a head, and the other
-    arguments. All tokens of the first row are ignored, so that one rank may have no others."""
+    """Return the tensors with gradients of an entry's loss, and its other arguments, by name.
+
+    A head has its LoRA. All tokens of the first row are ignored, so that a rank may have no others.
+    """
     op = OPS[name]
     case = case_of(op, V, dtype, **({"chunk_bytes": 64} if OPS[name].case_type else {}) | fields)
-    # Their values are drawn on the CPU.
+    # Values are drawn on the CPU.
     with torch.device("cpu"):
-        given = op.public_arguments(case)
-    if given.get("target") is not None:
-        given["target"][0] = given["ignore_index"]
+        arguments = op.public_arguments(case)
+    if arguments.get("target") is not None:
+        arguments["target"][0] = arguments["ignore_index"]
     for side, rank in (("", "rank"), ("student_", "rank"), ("teacher_", "teacher_rank")):
-        if given.get(f"{side}x") is not None and getattr(case, rank):
-            a, b = (torch.randn(n, dtype=dtype) for n in ((2, given[f"{side}x"].shape[-1]), (V, 2)))
+        if arguments.get(f"{side}x") is not None and getattr(case, rank):
+            a, b = (
+                torch.randn(n, dtype=dtype) for n in ((2, arguments[f"{side}x"].shape[-1]), (V, 2))
+            )
             of_side = {f"{side}lora_a": a, f"{side}lora_b": b}
-            given |= of_side if side == "teacher_" else {n: leaf(x) for n, x in of_side.items()}
-            given[f"{side}lora_scale"] = 0.7
-    inputs = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
-    return inputs, {n: x for n, x in given.items() if n not in inputs and x is not None}
+            arguments |= of_side if side == "teacher_" else {n: leaf(x) for n, x in of_side.items()}
+            arguments[f"{side}lora_scale"] = 0.7
+    inputs = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+    return inputs, {n: x for n, x in arguments.items() if n not in inputs and x is not None}
 
 
 def dims_of_call(
     inputs: dict[str, Tensor], given: dict[str, Any], sequence_dim: int | None
 ) -> dict[str, int | None]:
-    """Those of the tensors with gradients and of a teacher."""
+    """Return the dimensions of the tensors with gradients and of a teacher's, as `dims_of` does."""
     taught = (n for n, x in given.items() if n.startswith("teacher") and isinstance(x, Tensor))
     return dims_of((*inputs, *taught), sequence_dim)
 
@@ -118,9 +124,12 @@ def compare(
     loss: str, inputs: dict[str, Tensor], dims: dict[str, int | None], options: dict[str, Any],
     sharding: dict[str, Any], **tolerance: float,
 ) -> None:  # fmt: skip
-    """Compare the results and gradients of the loss of this name of whole inputs with those of
-    parts of them, along a dimension, or the whole for None: of the function of process groups,
-    given a rank's parts and given DTensors, and of the one-device function of DTensors."""
+    """Compare the results and gradients of a loss of whole inputs with those of sharded ones.
+
+    dims has the dimension along which each input is sharded, None for a whole one. Compared are the
+    function of process groups, with a rank's parts and with DTensors, and the one-device function
+    with DTensors.
+    """
     parts = parts_of(inputs, dims)
     options = {
         name: value.to(ranks.DEVICE) if isinstance(value, Tensor) else value
@@ -138,8 +147,11 @@ def compare_dtensors(
     loss: str, inputs: dict[str, Tensor], dims: dict[str, int | None], options: dict[str, Any],
     **tolerance: float,
 ) -> None:  # fmt: skip
-    """Those of DTensors. The function of process groups gathers what has no gradient, and a
-    teacher's log-probabilities."""
+    """Compare both functions of DTensors with the loss of whole inputs.
+
+    The function of process groups gathers tensors without a gradient, and a teacher's
+    log-probabilities: they are sharded along their rows.
+    """
     expected = getattr(liger_ops, loss)(**inputs, **options)
     of_whole = torch.autograd.grad(scalar(expected), list(inputs.values()))
     for namespace in (distributed, liger_ops):
@@ -176,8 +188,11 @@ def check_gradients(
     expected: Any, got: Any, inputs: dict[str, Tensor], parts: dict[str, Tensor],
     dims: dict[str, int | None], **tolerance: float,
 ) -> None:  # fmt: skip
-    """The first result's gradient, twice, because the first backward takes what the forward
-    computed; and that of every result."""
+    """Compare results, the gradients of the first result, and those of all results.
+
+    The first result's are compared twice: only the first backward uses gradients that the forward
+    has computed.
+    """
     sides = [x if isinstance(x, tuple) else (x,) for x in (expected, got)]
     assert [x is None for x in sides[0]] == [x is None for x in sides[1]]
     sides = [tuple(x for x in side if x is not None) for side in sides]

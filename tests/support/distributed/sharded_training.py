@@ -24,7 +24,7 @@ LLAMA, GEMMA, MIXTURE = TRAINED = [
 ]
 STEPS, ROWS, LENGTH = 3, 2, 8
 BOUND = 1e-5
-# The names under which wrappers hold a module.
+# The names under which wrappers such as DDP hold a module.
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 # Loss and gradients of each step.
@@ -43,7 +43,7 @@ def named(name: str) -> Family:
 
 
 def batch(step: int, count: int) -> dict[str, Tensor]:
-    """The rows of `count` ranks. The first rank ignores some tokens, and all of them in step 1."""
+    """Draw the rows of `count` ranks. The first rank ignores some tokens, and in step 1 all."""
     generator = torch.Generator().manual_seed(step)
     shape = (2, ROWS * count, LENGTH)
     drawn = torch.randint(1, VOCABULARY, shape, generator=generator, device="cpu")
@@ -55,7 +55,7 @@ def batch(step: int, count: int) -> dict[str, Tensor]:
 
 
 def items(whole: dict[str, Tensor]) -> Tensor:
-    """The number of tokens that count: the first token of a row is nobody's label."""
+    """Count the tokens with a loss: the first token of a row is no label."""
     return (whole["labels"][:, 1:] != -100).sum()
 
 
@@ -68,7 +68,7 @@ def shard(model: Any, **options: Any) -> Any:
 
 
 def loss_of(model: Any) -> Loss:
-    return lambda **given: model(**given).loss
+    return lambda **inputs: model(**inputs).loss
 
 
 def trained(
@@ -93,15 +93,15 @@ def trained(
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(bool(part[-1] == rows_of_a_rank - 1))
             rows = part + rank * rows_of_a_rank
-            given = {name: value[rows] for name, value in whole.items()}
-            # Ranks are averaged.
-            loss = compute(**given, num_items_in_batch=items(whole)) * count
+            inputs = {name: value[rows] for name, value in whole.items()}
+            # Times the number of ranks, because wrappers average their gradients.
+            loss = compute(**inputs, num_items_in_batch=items(whole)) * count
             loss.backward()
             total += loss.detach() / count
         if count > 1:
             dist.all_reduce(total, group=group)
         with unsharded(model):
-            grads = {plain_name(name): full(one.grad) for name, one in model.named_parameters()}
+            grads = {plain_name(name): full(p.grad) for name, p in model.named_parameters()}
         run.append((total, grads))
         optimizer.step()
         optimizer.zero_grad()
@@ -110,7 +110,7 @@ def trained(
 
 @functools.cache
 def expected(name: str) -> Run:
-    """The same steps in one process, without any op."""
+    """Train the same steps in one process, without any op."""
     return trained(made(named(name)))
 
 
@@ -120,14 +120,14 @@ def model_is_distributed(model: nn.Module) -> bool:
 
 
 def unsharded(model: nn.Module) -> Any:
-    """A context with whole parameters and gradients; those of FSDP2 are DTensors without it."""
+    """Return a context with whole parameters and gradients; FSDP2's DTensors need none."""
     if isinstance(model, FullyShardedDataParallel):
         return FullyShardedDataParallel.summon_full_params(model, with_grads=True)
     return contextlib.nullcontext()
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter in the model itself, without the names of wrappers."""
+    """Return the name of a parameter in the model itself, without the names of wrappers."""
     kept = [part for part in name.split(".") if part not in WRAPPED]
     return ".".join(kept)
 
@@ -156,7 +156,7 @@ class Graphs(list[Any]):
         return aot_eager(module, inputs)
 
     def nodes(self, name: str) -> list[torch.fx.Node]:
-        """The nodes that call an op or a function of this name."""
+        """List the nodes that call an op or a function of this name."""
         return [
             node
             for module in self

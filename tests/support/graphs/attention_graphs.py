@@ -30,16 +30,16 @@ def compiled(
     graphs: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found = Report()
-        parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
-        for part in parts:
+        trace_report = Report()
+        subgraphs = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+        for subgraph in subgraphs:
             for rewrite in rewrites:
-                rewrite(part.graph, found)
-            part.graph.lint()
-            part.recompile()
+                rewrite(subgraph.graph, trace_report)
+            subgraph.graph.lint()
+            subgraph.recompile()
         run = inner(module, inputs)
-        graphs.extend(parts)
-        report.findings.extend(found.findings)
+        graphs.extend(subgraphs)
+        report.findings.extend(trace_report.findings)
         return run
 
     torch._dynamo.reset()
@@ -47,7 +47,7 @@ def compiled(
 
 
 def attention_options(graphs: Sequence[fx.GraphModule]) -> list[dict[str, Any]]:
-    """The keyword arguments of each attention call."""
+    """Return the keyword arguments of each attention call."""
     return [
         dict(node.kwargs)
         for graph in graphs
@@ -57,14 +57,14 @@ def attention_options(graphs: Sequence[fx.GraphModule]) -> list[dict[str, Any]]:
 
 
 def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """An inner backend that compiles nothing, which is the fastest."""
+    """Compile nothing: the fastest inner backend."""
     return module.forward
 
 
 def results(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], gradients: bool = True
 ) -> list[Tensor]:
-    """The output, and the gradient of each input that requires one."""
+    """Return the output, and the gradient of each input that requires one."""
     if not gradients:
         with torch.no_grad():
             return [function(*inputs)]

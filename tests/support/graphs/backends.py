@@ -39,7 +39,7 @@ needs_compiler = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def without_caches() -> Iterator[None]:
-    """Inductor and AOTAutograd compile also what they have compiled before."""
+    """Disable the caches of Inductor and AOTAutograd, so that they compile each graph again."""
     with (
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
@@ -63,7 +63,7 @@ def inductor_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def model(x: Tensor, weight: Tensor) -> Tensor:
-    """One rms_norm and one swiglu."""
+    """Compute one rms_norm and, as SiLU times a tensor, one swiglu."""
     x = F.rms_norm(x, (8,), weight, 1e-6)
     return F.silu(x * 2.0 + 1.0) * torch.tanh(x)
 
@@ -86,15 +86,16 @@ class Inner:
         return module.forward
 
     def ops(self) -> list[str]:
-        """The liger ops of the graphs."""
+        """List the liger ops of the graphs."""
         targets = [str(node.target) for graph in self.graphs for node in graph.graph.nodes]
         return [name.split(".")[1] for name in targets if name.startswith("liger.")]
 
 
 def run(code: str, *arguments: str, root: Path = ROOT, **environment: str) -> str:
+    """Run Python code in a process of its own, which must succeed; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        # The directory that -c imports from first.
+        # With -c, Python imports from the working directory first.
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), **environment},
         capture_output=True,

@@ -17,13 +17,17 @@ from liger_ops.rewrites.engine.graph_state import needed_by
 
 Function = Callable[..., Any]
 
-# They give no tensor, or read one without computing.
+# Functions that return no tensor, or read one without computing.
 _READ = {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_point", "is_complex"}
 
 
 class Casting(TorchFunctionMode):
-    """Cast the tensor numbered `at`, of those that functions of torch are given, to a dtype and
-    back. `count` is the number of these tensors, `without` the functions that are left out."""
+    """Casts one of the tensors that torch's functions are given to a dtype and back.
+
+    at: The number of this tensor, in the order of the calls; -1 casts none.
+    without: The names of functions whose arguments are not counted.
+    count: How many tensors have been counted.
+    """
 
     def __init__(
         self, at: int = -1, dtype: torch.dtype | None = None, without: Collection[str] = ()
@@ -48,7 +52,7 @@ class Casting(TorchFunctionMode):
 
 
 def cast_at(function: Function, at: int, dtype: torch.dtype) -> Function:
-    """The function with the cast, and its results too may be cast."""
+    """Return the function with the cast, which may also be of one of its results."""
 
     def cast(*args: Any) -> Any:
         with Casting(at, dtype) as casting:
@@ -58,7 +62,7 @@ def cast_at(function: Function, at: int, dtype: torch.dtype) -> Function:
 
 
 def edges(function: Function, inputs: Sequence[Any]) -> int:
-    """The number of places for the cast."""
+    """Return the number of tensors that could be cast."""
     with Casting() as casting:
         pytree.tree_map(casting.cast, function(*inputs))
     return casting.count
@@ -68,22 +72,22 @@ class Rewritten:
     """The rewritten graph of a function.
 
     Attributes:
-        used: the ops that the rewrites found.
+        used: the ops that the rewrites inserted.
         lost: the dtypes of values that only the graph before needs.
     """
 
     def __init__(self, function: Function, inputs: Sequence[Any], names: Collection[str]) -> None:
         trace = Trace()
-        given = [
+        arguments = [
             trace.input(f"x{i}", tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
             for i, x in enumerate(inputs)
         ]
         with trace.running():
-            result = function(*given)
+            result = function(*arguments)
         self.module = trace.module(pytree.tree_leaves(result))
         before = self.dtypes()
         report = rewrite(self.module, names, strict=True)
-        self.used = [one.op for one in report.findings if one.used]
+        self.used = [finding.op for finding in report.findings if finding.used]
         self.lost = before - self.dtypes()
 
     def dtypes(self) -> set[torch.dtype]:
@@ -96,7 +100,7 @@ class Rewritten:
 
 
 def results(run: Function, inputs: Sequence[Any]) -> list[Tensor]:
-    """The results of a function and the gradients of its inputs."""
+    """Return the results of a function and the gradients of its inputs."""
     copies = [
         x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
         for x in inputs
@@ -118,13 +122,16 @@ def results(run: Function, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def distance(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """The largest distance of two results, as a part of their size. One that is all but zero, such
-    as the gradient through the norm of a constant, is measured by the others."""
-    sizes = [one.double().nan_to_num().norm().item() for one in before]
-    found = [0.0]
-    for one, other, size in zip(before, after, sizes, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        a, b = one.double(), other.double()
+    """Return the largest difference between two results, relative to their size.
+
+    A result that is all but zero, such as the gradient through the norm of a constant, is measured
+    relative to the largest result.
+    """
+    sizes = [result.double().nan_to_num().norm().item() for result in before]
+    distances = [0.0]
+    for result, other, size in zip(before, after, sizes, strict=True):
+        assert result.dtype == other.dtype and result.shape == other.shape
+        a, b = result.double(), other.double()
         difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm().item()
-        found.append(difference / max(size, max(sizes) / 100, 1e-9))
-    return max(found)
+        distances.append(difference / max(size, max(sizes) / 100, 1e-9))
+    return max(distances)

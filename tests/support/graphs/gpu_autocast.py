@@ -1,4 +1,4 @@
-"""The autocast of a GPU on a CPU: norms compute in float32."""
+"""A GPU's autocast rules on a CPU: norms compute in float32."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 
 class Recorder:
-    """A backend that keeps the traced forward and backward graphs, and runs them; unchanged, unless
-    `change` writes to them first."""
+    """A backend that keeps the traced forward and backward graphs, and runs them.
+
+    `change` is called with each graph first, and may change it.
+    """
 
     def __init__(self, change: Callable[[torch.fx.GraphModule], object] = bool) -> None:
         self.change = change
@@ -37,6 +39,6 @@ class Recorder:
 
 
 def liger_ops_of(graphs: list[torch.fx.GraphModule]) -> Counter[str]:
-    """The number of each liger op in the graphs."""
+    """Count each liger op in the graphs."""
     names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
     return Counter(name.split(".")[1] for name in names if name.startswith("liger."))

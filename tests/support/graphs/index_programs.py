@@ -1,4 +1,5 @@
-"""Random programs that compute a (queries, keys) mask from indices, and the functions' values."""
+"""Random programs that compute a (queries, keys) mask from indices, and values of the algebra's
+functions of indices."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, 
 
 
 def value_at(value: Any, place: Sequence[int]) -> Any:
-    """The value of a function of indices at `place`."""
+    """Evaluate a function of indices at `place`, the indices of all dimensions."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Affine):
@@ -63,7 +64,7 @@ SMALL = st.integers(-3, 3)
 
 
 def _numbers(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
-    """Integer tensors computed from integer tensors."""
+    """Return a strategy of integer tensors computed from integer tensors."""
     return st.one_of(
         st.builds(lambda x, n: _of(lambda a: a + n, x), inner, SMALL),
         st.builds(lambda x, n: _of(lambda a: a * n, x), inner, st.integers(-2, 2)),
@@ -80,7 +81,7 @@ NUMBERS = st.recursive(st.sampled_from([_first, _second, _first, _second]), _num
 
 
 def _truths(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
-    """Boolean tensors computed from boolean tensors."""
+    """Return a strategy of boolean tensors computed from boolean tensors."""
     return st.one_of(
         st.builds(lambda x, y: _of(operator.and_, x, y), inner, inner),
         st.builds(lambda x, y: _of(torch.logical_or, x, y), inner, inner),
@@ -111,7 +112,7 @@ def _full(function: Callable[[Tensor], Tensor], program: Program) -> Program:
 COMPARED = st.builds(
     lambda compare, x, y: _of(compare, x, y), st.sampled_from(COMPARISONS), NUMBERS, NUMBERS
 )
-# The truth of numbers, negative ones too.
+# Numbers as booleans: negative numbers are True, too.
 TRUTHS = NUMBERS.map(lambda x: _of(Tensor.bool, x))
 # This strategy makes causal masks frequent enough among the drawn programs.
 PLAIN = st.builds(
@@ -125,7 +126,7 @@ TRUE = st.builds(
 
 
 def masks() -> st.SearchStrategy[Program]:
-    """Programs whose mask is (queries, keys), boolean, and sometimes causal."""
+    """Return a strategy of programs whose boolean mask is (queries, keys), sometimes causal."""
     atoms = st.one_of(PLAIN, PLAIN, TRUE, COMPARED, TRUTHS)
     near = st.builds(lambda x, y: _of(operator.and_, x, y), PLAIN, st.one_of(TRUE, atoms))
     return st.one_of(PLAIN, near, st.recursive(atoms, _truths, max_leaves=4)).map(
@@ -134,7 +135,7 @@ def masks() -> st.SearchStrategy[Program]:
 
 
 def conditions() -> st.SearchStrategy[Any]:
-    """Conditions on the indices of a query and a key, as programs produce them."""
+    """Return a strategy of conditions on a query's and a key's index, as programs produce them."""
     slopes = st.fixed_dictionaries({-2: st.integers(-2, 2), -1: st.integers(-2, 2)})
     any_atom = st.builds(lambda n, slope: NonNegative(affine(n, slope)), st.integers(-6, 6), slopes)
     near = st.builds(lambda n: NonNegative(affine(n, {-2: 1, -1: -1})), st.integers(-1, 1))

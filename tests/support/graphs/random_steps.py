@@ -1,4 +1,4 @@
-"""The steps of random programs: each spells a pattern of the rewrites, or nearly does.
+"""The steps of random programs. Each spells a pattern of the rewrites, or nearly does.
 
 A step appends the value that it computes, may append an intermediate value, which is then used
 elsewhere, or writes into a tensor that an earlier step made.
@@ -22,17 +22,19 @@ D = H // HEADS
 
 @dataclass
 class State:
-    """What steps work on. Losses are kept apart: added to tensors, they would get gradients of many
-    terms that cancel."""
+    """The tensors, values and losses of a program so far.
+
+    Losses are kept apart: added to tensors, they would get gradients of many terms that cancel.
+    """
 
     tensors: dict[str, Tensor]
-    # What the program takes for float32: float64 where the truth is sought.
+    # The dtype in which the program computes where it widens: float32, and float64 for the truth.
     wide: torch.dtype
     values: list[Tensor]
     losses: list[Tensor]
 
     def recent(self, i: int) -> Tensor:
-        """The last value but i, of as many as there are."""
+        """Return the last value but i, counted modulo the number of values."""
         return self.values[-1 - i % len(self.values)]
 
 
@@ -245,7 +247,7 @@ def loss(
 
 
 def apart(state: State, x: Tensor, body: tuple[Step, ...]) -> Tensor:
-    """What a body makes of `x` in a graph of its own. It writes to nothing from outside."""
+    """Run a body on `x` in a graph of its own, in which it writes to nothing from outside."""
     inside = State(state.tensors, state.wide, [x * 2.0, x + 1.0], [])
     for step in body:
         step(inside)
@@ -261,7 +263,7 @@ def checkpointed(state: State, *, i: int, body: tuple[Step, ...]) -> None:
 def conditional(
     state: State, *, i: int, holds: bool, body: tuple[Step, ...], other: tuple[Step, ...]
 ) -> None:
-    """Which branch is taken is in the data, and the same in every precision."""
+    """Run one of two bodies by a condition on data, which is the same in every precision."""
     x = state.recent(i)
     if not torch.compiler.is_compiling():
         # torch.cond would compile.

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 NARROW = (torch.bfloat16, torch.float16)
-# Rounding errors of a few operations in another order, in units of float32's epsilon.
+# The rounding errors of a few operations in another order, in units of float32's epsilon.
 FLOAT32_ROUNDINGS = 16
 
 Function = Callable[..., Any]
@@ -42,11 +42,11 @@ class Rewriter:
         return dict(Counter(finding.op for finding in self.findings if finding.used))
 
     def reasons(self, op: str) -> list[str]:
-        """The reasons that places of an op were refused."""
+        """List the reasons for which calls of an op were refused."""
         return [f.reason for f in self.findings if f.op == op and f.reason is not None]
 
     def nodes(self) -> list[fx.Node]:
-        """The nodes of every graph, including subgraphs."""
+        """List the nodes of every graph, including subgraphs."""
         return [
             node
             for graph in self.graphs
@@ -56,20 +56,20 @@ class Rewriter:
         ]
 
     def calls(self, op: str) -> list[dict[str, Any]]:
-        """The arguments of each call of an op by name, including defaults."""
+        """List the arguments of each call of an op, by name and including defaults."""
         overload = getattr(torch.ops.liger, op).default
-        found = []
+        calls = []
         for node in self.nodes():
             if node.target is overload:
                 arguments = overload._schema.arguments
-                given = dict(zip((a.name for a in arguments), node.args, strict=False))
+                positional = dict(zip((a.name for a in arguments), node.args, strict=False))
                 defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-                found.append({**defaults, **given, **node.kwargs})
-        return found
+                calls.append({**defaults, **positional, **node.kwargs})
+        return calls
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """A leaf tensor of normally distributed values that requires gradients."""
+    """Return a leaf tensor of normally distributed values that requires gradients."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
@@ -106,8 +106,10 @@ def refused(
     reason: str = "",
     counts: dict[str, int] | None = None,
 ) -> Rewriter:
-    """Check a function in which `op` is not used. The reported reason must contain `reason`; if
-    that is empty, no pattern may come close enough to report one."""
+    """Check a function in which `op` is not used.
+
+    The only reported reason must contain `reason`; if that is empty, none may be reported.
+    """
     rewriter = check(function, *inputs, counts=counts or {})
     reasons = rewriter.reasons(op)
     if reason:
@@ -132,7 +134,7 @@ def assert_same(compiled: Function, function: Function, inputs: Sequence[Any]) -
         if before.numel() == 0:
             continue
         if before.is_complex():
-            exact, before, after = (torch.view_as_real(one) for one in (exact, before, after))
+            exact, before, after = (torch.view_as_real(x) for x in (exact, before, after))
         exact, own_error = exact.to(widest), (before.to(widest) - exact.to(widest)).abs()
         largest = exact.nan_to_num().abs().max()
         eps = torch.finfo(after.dtype).eps if after.dtype in NARROW else 0.0
@@ -146,27 +148,28 @@ def assert_same(compiled: Function, function: Function, inputs: Sequence[Any]) -
 
 
 def _is_narrow(function: Function, inputs: Sequence[Any]) -> bool:
-    tensors = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if isinstance(function, nn.Module):
         tensors += function.parameters()
-    return any(one.dtype in NARROW for one in tensors)
+    return any(tensor.dtype in NARROW for tensor in tensors)
 
 
 def _copied(inputs: Sequence[Any], widest: torch.dtype | None = None) -> list[Any]:
-    def copied(one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        dtype = widest if widest is not None and one.is_floating_point() else one.dtype
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dtype = widest if widest is not None and value.is_floating_point() else value.dtype
         # Keep the strides, unlike a clone of a view.
-        other = torch.empty_strided(one.shape, one.stride(), dtype=dtype)
-        other.copy_(one.detach())
-        return other.requires_grad_(one.requires_grad)
+        duplicate = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
+        duplicate.copy_(value.detach())
+        return duplicate.requires_grad_(value.requires_grad)
 
     return pytree.tree_map(copied, list(inputs))
 
 
 def _results(run: Function, function: Function, inputs: list[Any]) -> list[Any]:
-    """The outputs of a call, the gradients of all inputs, and the inputs after the call."""
+    """Return the outputs of a call with their strides, the gradients of all inputs, and the inputs
+    without gradients after the call."""
     outputs = [
         one.detach().clone() if isinstance(one, Tensor) and not one.requires_grad else one
         for one in pytree.tree_leaves(run(*inputs))
@@ -180,7 +183,7 @@ def _results(run: Function, function: Function, inputs: list[Any]) -> list[Any]:
     for output in outputs:
         if isinstance(output, Tensor) and output.requires_grad:
             grad = torch.randn(output.shape, generator=generator)
-            # Values that the narrowest dtype represents are the same in each.
+            # Rounded to bfloat16, the gradient is the same number in every dtype.
             loss = loss + (output * grad.to(torch.bfloat16).to(output.dtype)).sum()
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if loss.requires_grad:

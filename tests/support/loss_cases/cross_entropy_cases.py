@@ -20,16 +20,16 @@ from op_under_test import (
     drawn_rows,
 )
 
-# The options of the terms of a loss of tokens, with the values that are drawn; the first is the
-# default. A new option is a line here and in the bounds below: heads, sharded losses, modules and
-# `fuse` are tested with it.
+# Option of a token's loss that adds a term to it -> the values that are drawn, the default first. A
+# new option needs a line here, and one in the bounds below: with these, heads, sharded losses,
+# modules and `fuse` are tested with it.
 TERM_CHOICES: Fields = {"label_smoothing": (0.0, 0.1, 1.0), "lse_square_scale": (0.0, 1e-2, 0.1)}
 TERMS: Fields = {name: values[1] for name, values in TERM_CHOICES.items()}
 WITHOUT_TERMS: Fields = {name: values[0] for name, values in TERM_CHOICES.items()}
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 OPTIONS = ("ignore_index", "reduction", *TERM_CHOICES, "softcap", "logit_scale")
-# What a target has, in all losses: one token in so many is ignored, 0 for none and 1 for all. One
-# ignored index is also a class, one is not.
+# Fields for the targets of all losses. ignored: one token in so many is, 0 for none, 1 for all.
+# ignore_index: one that is no class, and one that is a class too.
 TARGETS: Fields = {
     "target_dtype": (torch.int64, torch.int32), "ignored": (3, 0, 1, 2),
     "ignore_index": (-100, 0),
@@ -38,6 +38,7 @@ LOGITS: Fields = {"softcap": (None, 3.0, 30.0), "logit_scale": (1.0, 0.0625, 2.0
 
 
 def targets(case: Any) -> Tensor:
+    """Draw the targets of a case, some of them ignored."""
     *leading, V = case.shape
     generator = torch.Generator().manual_seed(case.seed)
     target = torch.randint(0, V, leading, generator=generator)
@@ -50,7 +51,7 @@ def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
     *leading, V = case.shape
     positive = {"scale": 0.2, "shift": 5.0}
-    given: Tensors = {
+    drawn: Tensors = {
         "logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "target": targets(case),
         "weight": values.draw((V,), case.weight_dtype, **positive),
@@ -58,20 +59,20 @@ def tensors(case: Any) -> Tensors:
         "num_items_in_batch": torch.tensor(7, device=DEVICE) if case.has_items else None,
     }
     forward = library.OPS["cross_entropy_forward"].definition
-    results = forward(*given.values(), *(getattr(case, name) for name in OPTIONS))
-    loss, _, given["lse"], _, given["total_weight"], *_, given["lse_error"] = results
+    results = forward(*drawn.values(), *(getattr(case, name) for name in OPTIONS))
+    loss, _, drawn["lse"], _, drawn["total_weight"], *_, drawn["lse_error"] = results
     dtype = loss.dtype
     layout = case.dy_layout if loss.dim() else "contiguous"
-    given["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
-    # The other gradients are present if the case has them.
+    drawn["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
+    # output_mask says which of the other incoming gradients are present.
     for name, wanted in zip(("dz_loss", "dlse", "dtarget_logit"), case.output_mask, strict=True):
         shape = tuple(loss.shape) if name == "dz_loss" else tuple(leading)
-        given[name] = values.draw(shape, dtype if wanted else None)
-    return given
+        drawn[name] = values.draw(shape, dtype if wanted else None)
+    return drawn
 
 
 def scaled(case: Any, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """The magnitudes of the effective logits, and of the weights of tokens and classes."""
+    """Return the magnitudes of the effective logits, and the weights of tokens and classes."""
     x = tensors["logits"].double().abs() * case.logit_scale
     if case.softcap is not None:
         # The rounding error of tanh is relative to 1.
@@ -97,8 +98,8 @@ def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     if case.reduction != "none":
         divisor = 1.0
         if case.reduction == "mean":
-            given = tensors["num_items_in_batch"]
-            divisor = float(tensors["total_weight"] if given is None else given) or 1.0
+            number = tensors["num_items_in_batch"]
+            divisor = float(tensors["total_weight"] if number is None else number) or 1.0
         per_token = [float(value.sum()) / divisor for value in per_token]
     else:
         per_token = [float(value.max()) for value in per_token]
@@ -106,7 +107,7 @@ def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
 
 
 def of_terms(case: Any, dloss: Any, dz_loss: Any, lse: Any) -> Any:
-    """The size of the gradient of a token's loss, in units of its probabilities."""
+    """Return the size of the gradient of a token's loss, in units of its probabilities."""
     return dloss + (dloss + dz_loss) * 2 * case.lse_square_scale * lse
 
 
@@ -121,8 +122,8 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     }
     divisor = 1.0
     if case.reduction == "mean":
-        given = tensors["num_items_in_batch"]
-        divisor = float(tensors["total_weight"] if given is None else given) or 1.0
+        number = tensors["num_items_in_batch"]
+        divisor = float(tensors["total_weight"] if number is None else number) or 1.0
     lse = float(x.max()) + float(torch.log(torch.tensor(float(x.shape[-1]))))
     count = float(tokens.max() * classes.max()) / divisor
     loss, z_loss, dlse, dtarget_logit = (float(size) for size in sizes.values())
@@ -132,12 +133,12 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
 
 
 def vocabularies(*sizes: int, rows: int = 3, **fields: Any) -> dict[str, Fields]:
-    """By the host code's own plan."""
+    """Return cases of these numbers of classes, with the host code's own plan."""
     return {str(V): {"shape": (rows, V), "dtype": torch.bfloat16, **fields} for V in sizes}
 
 
 def rows_and_items(pick: Pick, fields: Fields) -> Fields:
-    """Whether the mean divides by a given number."""
+    """Draw rows, and for a mean whether it divides by num_items_in_batch."""
     items = fields["reduction"] == "mean" and fields["has_items"]
     return {**drawn_rows(pick, fields), "has_items": items}
 

@@ -17,13 +17,14 @@ from op_under_test import INF, SAME, X_LAYOUTS, Magnitude, OpUnderTest, Tensors,
 
 
 def kind(case: Any) -> str:
+    """Return the divergence that the op computes for a case's options."""
     if case.op == "kl_div":
         return "forward_kl" if case.log_target else "kl_div"
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(case.beta, "jsd")
 
 
 def options(case: Any) -> tuple[Any, ...]:
-    """The arguments of the op behind its tensors."""
+    """Return the arguments of the op behind its tensors."""
     return {
         "kl_div": (case.reduction, case.log_target, case.eps),
         "jsd": (case.beta, case.ignore_index),
@@ -32,7 +33,7 @@ def options(case: Any) -> tuple[Any, ...]:
 
 
 def names(op: str) -> tuple[str, ...]:
-    """The op's tensors."""
+    """Return the names of the op's tensors."""
     two = ("p", "q") if op == "tvd" else ("input", "target")
     return two if op == "kl_div" else (*two, "shift_labels")
 
@@ -43,7 +44,7 @@ def tensors(case: Any) -> Tensors:
         torch.log_softmax(values.draw(case.shape, torch.float64, scale=case.scale), -1)
         for _ in range(2)
     )
-    # Infinite losses, and infinite gradients, have a test of their own.
+    # Zero probabilities only where loss and gradients stay finite; another test has infinite ones.
     if case.zeros and first.numel():
         if kind(case) != "reverse_kl" or case.op == "tvd":
             second[..., 0] = -INF
@@ -56,18 +57,18 @@ def tensors(case: Any) -> Tensors:
     first = laid_out(first.to(case.dtype), case.layout)
     other = case.dtype if case.second_dtype == SAME else case.second_dtype
     second = laid_out(second.to(other), case.dy_layout)
-    given: Tensors = dict(zip(names(case.op), (first, second), strict=False))
+    drawn: Tensors = dict(zip(names(case.op), (first, second), strict=False))
     if case.op != "kl_div":
-        given["shift_labels"] = None if case.ignored is None else targets(case)
+        drawn["shift_labels"] = None if case.ignored is None else targets(case)
     elementwise = case.reduction == "none" and case.op != "jsd"
     of_loss = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     layout = case.dy_layout if elementwise else "contiguous"
-    given["dloss"] = values.draw(case.shape if elementwise else (), of_loss, layout)
-    return given
+    drawn["dloss"] = values.draw(case.shape if elementwise else (), of_loss, layout)
+    return drawn
 
 
 def size(case: Any, tensors: Tensors) -> float:
-    """A bound of the terms, whose exponentials have the relative error of their exponents."""
+    """Return a bound of the terms, with the relative error of exponentials by their exponents."""
     largest = 1 - math.log(max(case.eps, 1e-38)) * (kind(case) == "kl_div")
     for name in names(case.op)[:2]:
         finite = tensors[name].double().abs().nan_to_num(posinf=0.0)
@@ -146,7 +147,7 @@ OPS = (
 
 
 def written(case: Any, first: Tensor, second: Tensor, labels: Tensor | None) -> Tensor:
-    """The loss as trainers write it, of tokens (M, V)."""
+    """Compute the loss as trainers write it, for tokens (M, V)."""
     kl = partial(torch.nn.functional.kl_div, reduction="none")
     if case.op == "kl_div":
         return torch.nn.functional.kl_div(

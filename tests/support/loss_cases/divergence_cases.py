@@ -17,22 +17,22 @@ RESULTS = NAMES.split()
 
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
-    given: Tensors = {
+    drawn: Tensors = {
         "student_logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "teacher_logits": values.draw(case.shape, case.teacher_dtype, case.dy_layout, case.scale),
         "target": None if case.ignored is None else targets(case),
     }
     forward = library.OPS["divergence_forward"].definition
     options = (case.kind, case.beta, case.temperature, case.teacher_temperature, case.ignore_index)
-    given.update(zip(RESULTS, forward(*given.values(), *options), strict=True))
-    value = given["divergence"]
+    drawn.update(zip(RESULTS, forward(*drawn.values(), *options), strict=True))
+    value = drawn["divergence"]
     layout = case.dy_layout if value.dim() else "contiguous"
-    given["ddivergence"] = values.draw(tuple(value.shape), value.dtype, layout)
-    return given
+    drawn["ddivergence"] = values.draw(tuple(value.shape), value.dtype, layout)
+    return drawn
 
 
 def lse(case: Any, tensors: Tensors) -> float:
-    """A bound of both lse, and of the logarithms of the probabilities."""
+    """Return a bound of both lse, and of the log-probabilities."""
     cooler = min(case.temperature, case.teacher_temperature or case.temperature)
     largest = max(max_abs(tensors["student_logits"]), max_abs(tensors["teacher_logits"]))
     return largest / cooler + math.log(case.shape[-1])
@@ -107,7 +107,7 @@ def cosine_gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     ]
 
 
-# Its cases, like those of the other kinds, are launched with the forms of OPS.
+# Not in OPS: the forms of OPS launch its kernel.
 COSINE = replace(
     described("cosine"),
     output_magnitudes=cosine_output_magnitudes,

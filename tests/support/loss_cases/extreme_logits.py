@@ -1,5 +1,5 @@
-"""Losses of logits that are all very large or very low, or that have a large number in common, and
-what PyTorch computes in their place."""
+"""Losses of extreme logits (very large, very low, or with a large common offset), and PyTorch's
+functions to compare them with."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ EPS = torch.finfo(torch.float32).eps
 LOW, INF = torch.finfo(torch.float32).min, float("inf")
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-# A loss by the functions of liger_ops, or of what stands in its place.
+# A loss by the functions of liger_ops, or of a namespace that replaces it.
 Op = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def rows(V: int, seed: int, infinite: bool) -> Tensor:
-    """Logits, of which each row is extreme in its own way. Classes 1 to 3 are always allowed."""
+    """Return logits whose rows are extreme in different ways. Classes 1 to 3 always have logits."""
     # The same numbers on every device.
     x = torch.randn(
         9 + 2 * infinite, V, generator=torch.Generator().manual_seed(seed), device="cpu"
@@ -39,7 +39,7 @@ def targets(x: Tensor) -> Tensor:
 
 
 def log_p(x: Tensor) -> Tensor:
-    """exp of the least logarithm is 0, and no product with it is NaN."""
+    """Return log-probabilities of at least -1e4: exp is then 0, and no product with it is NaN."""
     return x.log_softmax(-1).clamp(min=-1e4)
 
 
@@ -61,7 +61,7 @@ def weights_of(x: Tensor) -> Tensor:
 
 
 def head_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A head whose logits are x, to the last bit: the products are by 1 and 0."""
+    """Return x and weight of a head whose logits are exactly x: its products are by 1 and 0."""
     return torch.eye(len(x), dtype=x.dtype), x.t()
 
 
@@ -84,8 +84,8 @@ def of_top_classes(x: Tensor) -> Tensor:
     return divergence_of(log_p(log_q), torch.cat([listed, tail], -1), "jsd")
 
 
-# Of logits x, a teacher's y and targets t: the op, what PyTorch computes in its place, and whether
-# x may be infinite.
+# Name of a loss -> the op and PyTorch's functions for it, both of logits x, a teacher's logits y
+# and targets t; and whether x may be infinite.
 LOSSES: dict[str, tuple[Op, Loss, bool]] = {
     "cross_entropy": (
         lambda ops, x, y, t: ops.cross_entropy(x, t, reduction="none"),
@@ -171,8 +171,10 @@ def values_and_gradient(
 
 
 def assert_as_near_as_pytorch(found: list[Tensor], reference: Loss, x: Tensor, y: Tensor) -> None:
-    """No further from float64 than twice PyTorch's own error and a few roundings, for each row; and
-    PyTorch's inf or NaN where it gives these."""
+    """Check each row: the error against float64 is at most twice PyTorch's and a few roundings.
+
+    Where PyTorch gives inf or NaN, the result must be the same.
+    """
     pytorch = values_and_gradient(reference, x, y)
     truth = values_and_gradient(reference, x, y, torch.float64)
     for name, ours, theirs, exact in zip(("value", "gradient"), found, pytorch, truth, strict=True):

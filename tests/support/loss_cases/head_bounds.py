@@ -1,4 +1,4 @@
-"""Cases of heads whose logits are computed again, and the bounds of their errors."""
+"""Cases of heads whose backward recomputes logits, and the bounds of their errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOSTLY = st.sampled_from((True, True, True, False))
 
 
 def implementation_of(op: library.Op, where: str) -> Callable[..., Any]:
-    """The op's definition, or the kernels of a folder."""
+    """Return the kernels of the folder `where`, or the op's definition if it has none there."""
     return op.kernels.get(where, op.definition)
 
 
 def head_fields(draw: st.DrawFn, results: int, **more: Sequence[Any]) -> dict[str, Any]:
-    """The fields of a head: mostly of several chunks, with all gradients."""
+    """Draw the fields of a head: mostly several chunks, and all gradients."""
     bias, *mask = draw(st.booleans()), *(draw(MOSTLY) for _ in range(5))
     choices = {
         "shape": ((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)),
@@ -51,7 +51,8 @@ def head_fields(draw: st.DrawFn, results: int, **more: Sequence[Any]) -> dict[st
 
 
 def run(op: OpUnderTest, folder: str, backward: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results of the kernels, in memory of their own; the arguments are as before."""
+    """Run kernels, and check that arguments are unchanged and that results have memory of their
+    own."""
     before = op_checks.clones(args)
     with op_checks.poisoned_memory():
         outputs = op_checks.as_tuple(op.kernel(folder, backward)(*args))
@@ -62,7 +63,8 @@ def run(op: OpUnderTest, folder: str, backward: bool, args: tuple[Any, ...]) -> 
 
 
 def drawn(cases: Any, *examples: Any, fewer: int = 1) -> Callable[..., Any]:
-    """Decorate a test of each device's kernels: it runs with drawn cases, and with these."""
+    """Return a decorator: the test runs for each device's kernels, with the examples and with drawn
+    cases, `fewer` times fewer than usual."""
 
     def decorate(test: Callable[..., Any]) -> Any:
         for case in reversed(examples):
@@ -74,7 +76,7 @@ def drawn(cases: Any, *examples: Any, fewer: int = 1) -> Callable[..., Any]:
 
 
 def truth_args(op: OpUnderTest, case: Any, tensors: Tensors, backward: bool) -> tuple[Any, ...]:
-    """The arguments in float64, in which the sums of chunks are, too."""
+    """Return the arguments in float64, in which the chunks are summed, too."""
     wide = {name: op_checks.in_float64(value) for name, value in tensors.items()}
     arguments = op.backward_args if backward else op.forward_args
     return arguments(replace(case, accumulate_narrow=False), wide)
@@ -84,14 +86,14 @@ def assert_gradients_match(
     op: OpUnderTest, folder: str, case: Any, tensors: Tensors,
     truths: Any, bounds: dict[str, float],
 ) -> None:  # fmt: skip
-    """The requested gradients are no further from truth than their bounds, and always the same."""
+    """Check that gradients are within their bounds of the truth, and that two runs are equal."""
     args = op.backward_args(case, tensors)
-    found, again = (run(op, folder, True, args) for _ in range(2))
-    # In one chunk: the definition adds chunks by the same code as the kernels' host code.
+    first, again = (run(op, folder, True, args) for _ in range(2))
+    # The reference takes one chunk: its code that adds chunks is also that of the kernels.
     whole = op.backward_args(replace(case, chunk_bytes=None), tensors)
     references = library.OPS[op.backward_name].definition(*whole)
     for name, wanted, output, second, reference, truth in zip(
-        op.gradients_of, case.mask, found, again, references, truths, strict=True
+        op.gradients_of, case.mask, first, again, references, truths, strict=True
     ):
         label = f"{folder} d{name} of {case}"
         assert (output is not None) == wanted, label
@@ -102,7 +104,7 @@ def assert_gradients_match(
 
 
 def logits_of(case: Any, tensors: Tensors) -> Tensor:
-    """The scaled and capped logits, with the LoRA, in float64."""
+    """Compute the scaled and capped logits, with the LoRA, in float64."""
     names = ("x", "weight", "bias", "lora_x", "lora_b")
     x, weight, bias, lora_x, lora_b = (op_checks.in_float64(tensors[name]) for name in names)
     logits = F.linear(x, weight, bias)
@@ -115,7 +117,7 @@ def logits_of(case: Any, tensors: Tensors) -> Tensor:
 
 
 def rounding(case: Any, logits: Tensor) -> float:
-    """What rounding the logits to their dtype, and float32, may change a scaled logit by."""
+    """Return how far rounding, of the logits to their dtype and in float32, may move a logit."""
     eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
     # The head's and the LoRA's products are rounded one after the other.
     eps *= 1 if case.rank is None else 2
@@ -127,7 +129,7 @@ def rounding(case: Any, logits: Tensor) -> float:
 def assert_no_further(
     label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
 ) -> None:
-    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
+    """Check that the error is at most twice the definition's in the same dtypes + `roundings`."""
     assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
     if truth.numel() == 0:
         return
@@ -138,9 +140,12 @@ def assert_no_further(
 
 
 def gradient_bounds(case: Any, tensors: Tensors, bounds: Tensor, terms: Tensor) -> dict[str, float]:
-    """The errors of the head's gradients, from the bounds of the errors of the gradient of the
-    logits and the size of the terms of that, both (M, V)."""
-    found = {"bias": max_abs(bounds.sum(0))}
+    """Compute the bounds of the errors of the head's gradients.
+
+    bounds: (M, V), those of the gradient of the logits.
+    terms: (M, V), the size of the terms of that gradient.
+    """
+    result = {"bias": max_abs(bounds.sum(0))}
     for rows, columns in (("x", "weight"), ("lora_x", "lora_b")):
         if tensors[rows] is None:
             continue
@@ -149,6 +154,6 @@ def gradient_bounds(case: Any, tensors: Tensors, bounds: Tensor, terms: Tensor) 
         if case.accumulate_narrow:
             # One rounding of the sum for each chunk, at most one a word.
             sums = torch.finfo(case.dtype).eps * case.V * max_abs(terms @ weight)
-        found[rows] = max_abs(bounds @ weight) + sums
-        found[columns] = max_abs(bounds.T @ x.reshape(-1, x.shape[-1]))
-    return found
+        result[rows] = max_abs(bounds @ weight) + sums
+        result[columns] = max_abs(bounds.T @ x.reshape(-1, x.shape[-1]))
+    return result

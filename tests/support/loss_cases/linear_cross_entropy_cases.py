@@ -20,7 +20,7 @@ Terms = make_dataclass(
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase(Terms):
-    """A drawn use of a head. chunk_bytes holds a few tokens, or a few words, of the logits."""
+    """A drawn call of a head. A chunk of chunk_bytes has the logits of a few tokens or words."""
 
     shape: tuple[int, ...] = (3, 5)
     D: int = 7
@@ -43,7 +43,7 @@ class HeadCase(Terms):
     scale: float = 1.0
     # The rank of the head's LoRA, or None for a head without one.
     rank: int | None = None
-    # The gradients of x, weight, bias, and of lora_x and lora_b if they are given.
+    # Which of x, weight, bias, lora_x and lora_b have a gradient; the last two may be left out.
     mask: tuple[bool, ...] = (True, True, True)
     # Whether loss, z_loss, lse and target_logit have a gradient.
     upstream: tuple[bool, ...] = (True, False, False, False)
@@ -56,7 +56,7 @@ class HeadCase(Terms):
 
 
 def tensors_of(case: HeadCase) -> list[Tensor | None]:
-    """x, weight, target, bias, class_weight, token_weight and num_items_in_batch."""
+    """Draw x, weight, target, bias, class_weight, token_weight and num_items_in_batch."""
     values = Values(case.seed)
     x = values.draw((*case.shape, case.D), case.dtype, "contiguous", case.scale)
     weight = values.draw((case.V, case.D), case.dtype, "contiguous")
@@ -82,7 +82,7 @@ def tensors_of(case: HeadCase) -> list[Tensor | None]:
 
 
 def lora_of(case: HeadCase) -> list[Tensor | None]:
-    """lora_x and lora_b, or None and None."""
+    """Draw lora_x and lora_b, None and None without a LoRA."""
     if case.rank is None:
         return [None, None]
     values = Values(case.seed + 2)
@@ -93,7 +93,7 @@ def lora_of(case: HeadCase) -> list[Tensor | None]:
 
 
 def options_of(case: HeadCase) -> list[Any]:
-    """The options from ignore_index to chunk_bytes."""
+    """Return the options from ignore_index to chunk_bytes."""
     accum_dtype = case.dtype if case.accumulate_narrow else None
     return [-100, *(getattr(case, n) for n in OPTIONS[1:]), accum_dtype, case.chunk_bytes]
 
@@ -105,23 +105,23 @@ LORA = ("lora_x", "lora_b")
 INPUTS = (
     "x", "weight", "target", "bias", "class_weight", "token_weight", "num_items_in_batch",
 )  # fmt: skip
-# The values of dx, dweight and dbias if a forward does not compute them.
+# dx, dweight and dbias of a forward that does not compute gradients.
 NOT_COMPUTED = (None, None, None)
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
 
 def tensors(case: HeadCase) -> Tensors:
-    given: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
-    values, lora = list(given.values())[: len(INPUTS)], {name: given[name] for name in LORA}
+    drawn: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
+    values, lora = list(drawn.values())[: len(INPUTS)], {name: drawn[name] for name in LORA}
     forward = library.OPS["linear_cross_entropy_forward"].definition
-    outputs = forward(*values, *options_of(case), gradient_mask=gradient_mask(case, given), **lora)
-    given["lse"], given["total_weight"], given["lse_error"] = outputs[2], outputs[4], outputs[7]
+    outputs = forward(*values, *options_of(case), gradient_mask=gradient_mask(case, drawn), **lora)
+    drawn["lse"], drawn["total_weight"], drawn["lse_error"] = outputs[2], outputs[4], outputs[7]
     values = Values(case.seed + 1)
     for name, output in zip(UPSTREAM, outputs, strict=False):
-        given[name] = values.draw(tuple(output.shape), output.dtype)
+        drawn[name] = values.draw(tuple(output.shape), output.dtype)
         if output.dim():
-            given[name] = laid_out(given[name], case.dy_layout)
-    return given
+            drawn[name] = laid_out(drawn[name], case.dy_layout)
+    return drawn
 
 
 # All sizes differ, because tracing would treat equal ones as one size. There are several chunks of
@@ -129,7 +129,7 @@ def tensors(case: HeadCase) -> Tensors:
 SIZES: Fields = {
     "D": 4, "V": 7, "rank": 5, "chunk_bytes": lambda dtype: 4 * 7 * dtype.itemsize,
 }  # fmt: skip
-# Every option in use.
+# The fields of a sample with every option in use.
 USED: Fields = {
     **SIZES, **TERMS, "class_weight": True, "token_weight": True, "softcap": 3.0,
     "logit_scale": 0.7,
@@ -141,12 +141,13 @@ UNUSED = {
 
 
 def gradient_mask(case: HeadCase, tensors: Tensors) -> list[bool]:
+    """Return which gradients the forward computes: none with the reduction "none"."""
     return [wanted and case.reduction != "none" for wanted in case.mask]
 
 
 def head(name: str, **fields: Any) -> OpUnderTest:
-    """An op of hidden states and a head, whose own tests check its kernels with their bounds."""
-    given: Fields = {
+    """Return the entry of a head; the op's own tests have the bounds of its kernels."""
+    defaults: Fields = {
         "computed": {
             "accum_dtype": lambda case, tensors: case.dtype if case.accumulate_narrow else None,
             "gradient_mask": gradient_mask,
@@ -159,7 +160,7 @@ def head(name: str, **fields: Any) -> OpUnderTest:
         "sample_shape": lambda rows: (rows, 2),
         "autocast_keeps": ("class_weight", "token_weight", "teacher_logits"),
     }
-    return OpUnderTest(name=name, multiplies=True, autocast_as="linear", **given | fields)
+    return OpUnderTest(name=name, multiplies=True, autocast_as="linear", **defaults | fields)
 
 
 def linear_cross_entropy(reduction: str) -> OpUnderTest:

@@ -1,4 +1,4 @@
-"""What rounding may change in linear_divergence, and the numbers that this follows from."""
+"""Bounds of the rounding errors of linear_divergence, and the logits from which they follow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from op_under_test import Tensors, max_abs
 
 
 def logits_of(case: TwoHeadsCase, tensors: Tensors) -> list[Tensor]:
-    """The scaled and capped logits of the student and the teacher, in float64."""
+    """Compute the scaled and capped logits of the student and the teacher, in float64."""
     wide = {name: op_checks.in_float64(value) for name, value in tensors.items()}
-    found = []
+    both = []
     for side, scale, cap in (
         ("student", case.logit_scale, case.softcap),
         ("teacher", case.teacher_logit_scale, case.teacher_softcap),
@@ -28,13 +28,15 @@ def logits_of(case: TwoHeadsCase, tensors: Tensors) -> list[Tensor]:
             if wide[f"{side}_lora_x"] is not None:
                 z = z + F.linear(wide[f"{side}_lora_x"], wide[f"{side}_lora_b"])
         z = z * scale
-        found.append(z if cap is None else cap * torch.tanh(z / cap))
-    return found
+        both.append(z if cap is None else cap * torch.tanh(z / cap))
+    return both
 
 
 class Bounds:
-    """What rounding the logits of both to their dtypes, and float32, may change. Those of a head
-    with a LoRA are rounded twice."""
+    """Bounds of the errors from rounding both logits to their dtypes, and from float32.
+
+    The logits of a head with a LoRA are rounded twice.
+    """
 
     def __init__(self, case: TwoHeadsCase, tensors: Tensors) -> None:
         self.case, self.tensors = case, tensors
@@ -46,7 +48,7 @@ class Bounds:
         caps = (case.softcap or 0, case.teacher_softcap or 0)
         self.log_q, self.log_p = z / case.temperature, teacher_z / teacher_temperature
         eps32 = torch.finfo(torch.float32).eps
-        # The error of the logits at temperature 1, and of both logarithms of probabilities.
+        # The errors of the logits at temperature 1, and of both log-probabilities together.
         self.logit, self.logarithm, size = 0.0, 0.0, 0.0
         for x, dtype, temperature, cap in zip(
             (z, teacher_z), dtypes, temperatures, caps, strict=True
@@ -60,12 +62,15 @@ class Bounds:
         self.ratio = 1 + 2 * size
 
     def outputs(self) -> list[float]:
-        """The errors of each token's divergence, its cross-entropy, and the statistics."""
+        """Return bounds for each token's divergence, cross-entropy and statistics."""
         divergence = 2 * self.logarithm * self.ratio
         return [divergence, 2 * self.logit, divergence + 2 * self.logarithm + 2 * self.logit]
 
     def dlogits(self, soft: Tensor, hard: Tensor) -> Tensor:
-        """The error of dlogits of the student, given the gradients of the tokens' values."""
+        """Return bounds for the gradient of the student's logits.
+
+        soft, hard: The gradients of each token's divergence and cross-entropy.
+        """
         case, V = self.case, self.case.V
         q, p = (x.softmax(-1) for x in (self.log_q, self.log_p))
         log_q, log_p = (
@@ -76,7 +81,7 @@ class Bounds:
         terms = (p + q) * self.ratio / case.temperature
         error = (2 * torch.finfo(case.dtype).eps + 8 * self.logarithm * self.ratio) * terms
         if case.kind == "tvd":
-            # A sign that rounding may change is one of the student's classes, and of its share.
+            # Where rounding may change the sign of p - q, the class's slope and the share change.
             near = ((log_q - log_p).abs() <= 2 * self.logarithm).double()
             share = (q * near).sum(-1, keepdim=True)
             error = error + (q * near + q * share) / case.temperature
@@ -87,26 +92,26 @@ class Bounds:
         return total * case.logit_scale
 
     def gradients(self, soft: Tensor, hard: Tensor) -> list[float]:
-        """Those of the tensors of the student's head."""
+        """Return bounds for the gradients of the student's head."""
         case = self.case
         errors = self.dlogits(soft, hard).reshape(-1, case.V)
         terms = (soft.abs() * 2 * self.ratio / case.temperature + hard.abs() * 2).reshape(-1)
         # A sum of chunks of tokens, or of words, that is rounded after each.
         narrow = torch.finfo(case.dtype).eps * case.logit_scale if case.accumulate_narrow else 0.0
-        found = {"student_bias": max_abs(errors.sum(0))}
+        bounds = {"student_bias": max_abs(errors.sum(0))}
         for names in (HEAD[:2], LORA):
             if self.tensors[names[0]] is not None:
                 x, weight = (self.tensors[name].double().abs() for name in names)
                 rows = x.reshape(-1, x.shape[-1])
                 of_tokens = narrow * len(rows) * max_abs((terms.unsqueeze(-1) * rows).sum(0))
                 of_words = narrow * case.V * max_abs(terms) * max_abs(weight)
-                found[names[0]] = max_abs(errors @ weight) + of_words
-                found[names[1]] = max_abs(errors.T @ rows) + of_tokens
-        return [found.get(name, 0.0) for name in HEAD]
+                bounds[names[0]] = max_abs(errors @ weight) + of_words
+                bounds[names[1]] = max_abs(errors.T @ rows) + of_tokens
+        return [bounds.get(name, 0.0) for name in HEAD]
 
 
 def upstream(case: TwoHeadsCase, tensors: Tensors, in_forward: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of each token's divergence and cross-entropy, in float64."""
+    """Compute the gradients of each token's divergence and cross-entropy, in float64."""
     one = torch.ones(case.shape, dtype=torch.float64, device=tensors["student_x"].device)
     weights = one if tensors["token_weight"] is None else tensors["token_weight"].double()
     if case.has_target:
@@ -115,8 +120,8 @@ def upstream(case: TwoHeadsCase, tensors: Tensors, in_forward: bool) -> tuple[Te
         return case.soft_weight * weights, case.hard_weight * weights
     items: Any = 1
     if case.reduction == "mean":
-        given = tensors["num_items_in_batch"]
-        items = weights.sum() if given is None else given
+        number = tensors["num_items_in_batch"]
+        items = weights.sum() if number is None else number
         if items == 0:
             return 0 * weights, 0 * weights
     dloss, *others = (

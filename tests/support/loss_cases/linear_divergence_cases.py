@@ -15,16 +15,16 @@ from op_under_test import OpUnderTest, Tensors, Values, laid_out
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHeadsCase(HeadCase):
-    """A drawn use of linear_divergence. mask says which tensors of the student's head, and upstream
-    which results have a gradient."""
+    """A drawn call of linear_divergence. mask says which tensors of the student's head have a
+    gradient, and upstream which results have one."""
 
-    # The teacher's: hidden size, classes, and whether it is given by its logits.
+    # The teacher's hidden size and classes, and whether the op is given its logits.
     E: int = 5
     W: int = 11
     by_logits: bool = False
-    # The rank of its LoRA, or None.
+    # The rank of the teacher's LoRA, or None.
     teacher_rank: int | None = None
-    # None for the student's.
+    # None for the student's dtype.
     teacher_dtype: torch.dtype | None = None
     teacher_bias: bool = True
     has_target: bool = True
@@ -55,7 +55,7 @@ def tensors(case: TwoHeadsCase) -> Tensors:
     values = Values(case.seed + 1)
     dtype = case.teacher_dtype or case.dtype
     hidden = None if case.by_logits else dtype
-    given: Tensors = {
+    drawn: Tensors = {
         "student_x": x,
         "student_weight": weight,
         "teacher_x": values.draw((*case.shape, case.E), hidden, "contiguous", case.scale),
@@ -72,21 +72,21 @@ def tensors(case: TwoHeadsCase) -> Tensors:
     }
     wide = None if case.by_logits or case.teacher_rank is None else dtype
     rank = case.teacher_rank or 1
-    given["teacher_lora_x"] = values.draw((*case.shape, rank), wide, "contiguous", case.scale)
-    given["teacher_lora_b"] = values.draw((case.W, rank), wide)
+    drawn["teacher_lora_x"] = values.draw((*case.shape, rank), wide, "contiguous", case.scale)
+    drawn["teacher_lora_b"] = values.draw((case.W, rank), wide)
     for name in ("teacher_x", "teacher_logits", "teacher_lora_x"):
-        if case.shape and given[name] is not None:
-            given[name] = laid_out(given[name], case.layout)
+        if case.shape and drawn[name] is not None:
+            drawn[name] = laid_out(drawn[name], case.layout)
     op = OPS[0]
-    outputs = op.definition(*op.forward_args(replace(case, mask=(False,) * 5), given))
-    given["statistics"] = outputs[3]
+    outputs = op.definition(*op.forward_args(replace(case, mask=(False,) * 5), drawn))
+    drawn["statistics"] = outputs[3]
     for name, wanted, output in zip(UPSTREAM, case.upstream, outputs, strict=False):
-        given[name] = None
+        drawn[name] = None
         if wanted and output is not None:
-            given[name] = values.draw(tuple(output.shape), output.dtype)
+            drawn[name] = values.draw(tuple(output.shape), output.dtype)
             if output.dim():
-                given[name] = laid_out(given[name], case.dy_layout)
-    return given
+                drawn[name] = laid_out(drawn[name], case.dy_layout)
+    return drawn
 
 
 HARD = {"hard_weight": 0.5, "temperature": 0.7}
@@ -101,7 +101,7 @@ COMMON = {
 
 
 def described(form: str, sampled: Fields, needed: int) -> OpUnderTest:
-    """Every option in use, in several chunks."""
+    """Return an entry whose sample has every option in use, and several chunks."""
     return head(
         "linear_divergence_forward",
         form=form,
@@ -129,7 +129,7 @@ def described(form: str, sampled: Fields, needed: int) -> OpUnderTest:
             ],
             common=COMMON,
         ),
-        # A whole row of each head, and two passes, with another length.
+        # A whole row of each head, and two passes over rows of different lengths.
         compiled=[
             {**COMPILED, **CAPPED, "V": V, "W": V + 32, "soft_weight": 0.5, "logit_scale": 0.5,
              "by_logits": True}

@@ -15,7 +15,7 @@ from op_under_test import Tensors, Values
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbHeadCase(HeadCase):
-    """A drawn use of linear_log_prob. upstream says which results have a gradient."""
+    """A drawn call of linear_log_prob. upstream says which results have a gradient."""
 
     upstream: tuple[bool, ...] = (True, True, True)
     return_mean_logits: bool = False
@@ -27,21 +27,22 @@ INPUTS = ("x", "weight", "target", "bias")
 
 
 def tensors(case: LogProbHeadCase) -> Tensors:
-    given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
-    given.update(zip(LORA, lora_of(case), strict=True))
+    drawn: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
+    drawn.update(zip(LORA, lora_of(case), strict=True))
     forward = library.OPS["linear_log_prob_forward"].definition
     options = (case.temperature, case.softcap, case.logit_scale)
-    lora = {name: given[name] for name in LORA}
-    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(
-        *list(given.values())[:4], *options, **lora
+    lora = {name: drawn[name] for name in LORA}
+    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = forward(
+        *list(drawn.values())[:4], *options, **lora
     )
     values = Values(case.seed + 1)
-    given.update(log_prob_cases.upstream(case.upstream, given["lse"], values, case.dy_layout))
-    return given
+    drawn.update(log_prob_cases.upstream(case.upstream, drawn["lse"], values, case.dy_layout))
+    return drawn
 
 
 def in_words(**common: Any) -> Forms:
-    """Without the gradients of the head, the backward takes chunks of tokens."""
+    """Return forms of backwards with chunks of words, and of tokens, as without gradients of the
+    head."""
     return head_forms(
         {"temperature": 0.7, "softcap": 30.0},
         sizes=({"D": 512, "V": 1023}, {"D": 3584, "V": 151936}),

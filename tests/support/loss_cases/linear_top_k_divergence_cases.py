@@ -13,10 +13,10 @@ from op_under_test import DEVICE, Tensors, Values, laid_out
 
 @dataclass(frozen=True, kw_only=True)
 class TopKCase(HeadCase):
-    """A drawn use of linear_top_k_divergence. upstream says which results have a gradient, and
-    `ignored` how many tokens, and entries of the others, list no word."""
+    """A drawn call of linear_top_k_divergence. upstream says which results have a gradient, and
+    `ignored` how many tokens list no word, and how many entries of other tokens are empty."""
 
-    # Listed words of a token, at most V.
+    # The listed words of a token, at most V.
     K: int = 3
     upstream: tuple[bool, ...] = (True, True)
 
@@ -27,7 +27,7 @@ RESULTS = ("logits", "rest", "rest_error")
 
 
 def ids_of(case: TopKCase) -> torch.Tensor:
-    """Different words for each token."""
+    """Draw different words for each token; a negative id stands for no word."""
     generator = torch.Generator().manual_seed(case.seed + 3)
     order = torch.rand((*case.shape, case.V), generator=generator).argsort(-1)
     ids = order[..., : case.K]
@@ -41,17 +41,17 @@ def ids_of(case: TopKCase) -> torch.Tensor:
 
 def tensors(case: TopKCase) -> Tensors:
     x, weight, _, bias, *_ = tensors_of(case)
-    given: Tensors = dict(zip(INPUTS, (x, weight, ids_of(case), bias), strict=True))
-    given.update(zip(LORA, lora_of(case), strict=True))
+    drawn: Tensors = dict(zip(INPUTS, (x, weight, ids_of(case), bias), strict=True))
+    drawn.update(zip(LORA, lora_of(case), strict=True))
     op = OPS[0]
-    given.update(zip(RESULTS, op.definition(*op.forward_args(case, given)), strict=True))
+    drawn.update(zip(RESULTS, op.definition(*op.forward_args(case, drawn)), strict=True))
     values = Values(case.seed + 1)
     for name, result, wanted in zip(UPSTREAM, RESULTS, case.upstream, strict=False):
-        shape, dtype = tuple(given[result].shape), given[result].dtype
-        drawn = values.draw(shape, dtype if wanted else None)
+        shape, dtype = tuple(drawn[result].shape), drawn[result].dtype
+        gradient = values.draw(shape, dtype if wanted else None)
         layout = case.dy_layout if shape else "contiguous"
-        given[name] = None if drawn is None else laid_out(drawn, layout)
-    return given
+        drawn[name] = None if gradient is None else laid_out(gradient, layout)
+    return drawn
 
 
 OPS = (

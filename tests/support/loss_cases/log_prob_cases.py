@@ -12,26 +12,27 @@ from launch_forms import loss_forms, shapes
 from liger_ops import library
 from op_under_test import SAME, Magnitude, OpUnderTest, Tensors, Values, drawn_for, max_abs
 
+# The options that ask for further results.
 ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
 UPSTREAM = ("dlog_prob", "dentropy", "dlse")
 
 
 def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
-    given: Tensors = {
+    drawn: Tensors = {
         "logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "target": targets(case),
     }
     forward = library.OPS["log_prob_forward"].definition
     options = (case.temperature, case.softcap, case.logit_scale, case.ignore_index)
-    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(*given.values(), *options)
+    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = forward(*drawn.values(), *options)
     # output_mask says which results have a gradient.
-    given.update(upstream(case.output_mask, given["lse"], values, case.dy_layout))
-    return given
+    drawn.update(upstream(case.output_mask, drawn["lse"], values, case.dy_layout))
+    return drawn
 
 
 def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: str) -> Tensors:
-    """The gradients of the results that have one, at least that of log_prob."""
+    """Draw the gradients of the results that have one, at least one of them."""
     wanted = (mask[0] or not any(mask), *mask[1:])
     layout = layout if lse.dim() else "contiguous"
     return {
@@ -41,7 +42,7 @@ def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: 
 
 
 def sizes(case: Any, tensors: Tensors) -> tuple[float, float]:
-    """The magnitudes of lse, and of the entropy."""
+    """Return the magnitudes of lse, and of the entropy."""
     x = max_abs(tensors["logits"]) * case.logit_scale
     if case.softcap is not None:
         # The rounding error of tanh is relative to 1.

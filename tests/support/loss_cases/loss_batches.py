@@ -25,13 +25,13 @@ def mean(x: list[float]) -> float:
 
 
 class LossBatch(NamedTuple):
-    """Values of float64; NaN where the mask is not, but for the lists of kept values."""
+    """A mask of tokens, and random float64 values, which are NaN where the mask is False."""
 
     mask: Tensor
     seed: int
 
     def values(self, number: int, scale: float = 1.0) -> Tensor:
-        """Log-probabilities: negative, and of another seed for each number."""
+        """Draw log-probabilities, which are negative; each `number` selects another seed."""
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
         values = -torch.rand(self.mask.shape, generator=generator, dtype=torch.float64) * scale
         return values.masked_fill(~self.mask, torch.nan)
@@ -41,13 +41,13 @@ class LossBatch(NamedTuple):
         return torch.randn(self.mask.shape[0], generator=generator, dtype=torch.float64)
 
     def kept(self, values: Tensor) -> list[list[float]]:
-        """The kept values of each row, as numbers."""
+        """Return the values that the mask keeps, as lists of numbers."""
         return [row[m].tolist() for row, m in zip(values, self.mask, strict=True)]
 
 
 @st.composite
 def loss_batches(draw: Any, *, pairs: bool = False) -> LossBatch:
-    """Rows of odd and even lengths, of which any may be masked whole."""
+    """Draw rows of odd and even lengths; any of them may be masked whole."""
     rows = draw(st.integers(1, 4)) * (2 if pairs else 1)
     tokens = draw(st.sampled_from([1, 2, 3, 7]))
     seed = draw(st.integers(0, 100))
@@ -59,7 +59,7 @@ def loss_batches(draw: Any, *, pairs: bool = False) -> LossBatch:
 
 
 def full_batch(rows: int, tokens: int, seed: int = 0) -> LossBatch:
-    """Every second row ends early; none is masked whole."""
+    """Return a batch in which every second row ends early, and none is masked whole."""
     mask = torch.ones(rows, tokens, dtype=torch.bool)
     mask[::2, tokens // 2 + 1 :] = False
     return LossBatch(mask, seed)

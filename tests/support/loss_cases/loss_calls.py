@@ -1,4 +1,4 @@
-"""One call for each loss and loss type of `liger_ops.losses`, with every tensor that it takes."""
+"""A call for each loss and loss type of `liger_ops.losses`, with every tensor that it takes."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def kto(x: Inputs, **options: Any) -> Any:
 
 def grpo(x: Inputs, **options: Any) -> Any:
     names = ("old_log_prob", "ref_log_prob", "entropy", "vllm_is_ratio")
-    given = {name: x[name] for name in names}
+    tensors = {name: x[name] for name in names}
     if options["loss_type"] in ("dapo", "cispo", "vespo"):
-        given["num_items_in_batch"] = x["items"]
-    return grpo_loss(x["log_prob"], x["advantages"], x["mask"], **given, **options)
+        tensors["num_items_in_batch"] = x["items"]
+    return grpo_loss(x["log_prob"], x["advantages"], x["mask"], **tensors, **options)
 
 
 def without_reference(x: Inputs, loss: Callable[..., Any], **options: Any) -> Any:
@@ -57,23 +57,26 @@ def without_reference(x: Inputs, loss: Callable[..., Any], **options: Any) -> An
 
 
 def calls() -> dict[str, Callable[[Inputs], Any]]:
-    found: dict[str, Callable[[Inputs], Any]] = {}
+    """Map the name of each loss, with its type, to its call."""
+    result: dict[str, Callable[[Inputs], Any]] = {}
     for name in PAIR_LOSSES:
         smoothing = 0.1 if name == "exo_pair" else 0.0
-        found[f"dpo-{name}"] = partial(dpo, loss_type=name, label_smoothing=smoothing, ld_alpha=0.5)
+        result[f"dpo-{name}"] = partial(
+            dpo, loss_type=name, label_smoothing=smoothing, ld_alpha=0.5
+        )
     types = ["sigmoid", "bco_pair", "sft"]
-    found["dpo-several"] = partial(dpo, loss_type=types, loss_weights=[0.8, 0.2, 1.0])
+    result["dpo-several"] = partial(dpo, loss_type=types, loss_weights=[0.8, 0.2, 1.0])
     for name in ("forward_kl", "js_divergence", "alpha_divergence"):
-        found[f"dpo-{name}"] = partial(dpo, f_divergence_type=name)
+        result[f"dpo-{name}"] = partial(dpo, f_divergence_type=name)
     for name, loss in {"orpo": orpo_loss, "cpo": cpo_loss, "simpo": simpo_loss}.items():
-        found[name] = partial(without_reference, loss=loss)
+        result[name] = partial(without_reference, loss=loss)
     for name in ("kto", "apo_zero_unpaired"):
-        found[f"kto-{name}"] = partial(kto, loss_type=name)
+        result[f"kto-{name}"] = partial(kto, loss_type=name)
     options: dict[str, Any] = {"beta": 0.1, "entropy_coef": 0.1, "max_completion_length": 9}
     options |= {"top_entropy_quantile": 0.4, "epsilon_high": 0.3, "use_bias_correction_kl": True}
     for name in POLICY_TERMS:
-        found[f"grpo-{name}"] = partial(grpo, loss_type=name, **options)
-    return found
+        result[f"grpo-{name}"] = partial(grpo, loss_type=name, **options)
+    return result
 
 
 CALLS = calls()

@@ -1,8 +1,8 @@
-"""Small models with random weights, one per transformers architecture that the `liger` backend is
-tested on, and the places in them where an op is to be found.
+"""Small models with random weights, one for each transformers architecture that the `liger` backend
+is tested on, and the number of places in them for each op.
 
-The counts are those of a person who reads the model's code, for one training step with labels and
-without padding. docs/reports/architectures.md is written from this table.
+The places were counted by reading the model's code, for one training step with labels and without
+padding. docs/reports/architectures.md is written from this table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALTERNATING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-# Newer versions changed how some models attend, and whether experts compile whole on a CPU.
+# From 5.23 on, some models attend in another way, and experts compile with fullgraph on a CPU.
 NEW = Version(transformers.__version__) >= Version("5.23")
 # Every token goes to every expert: a choice of experts could flip with the last bit of a router's
 # logit, and two runs with different rounding could not be compared.
@@ -43,7 +43,7 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class Missed:
-    """How many of an op's places are found if it is not all, and the reason."""
+    """The number of an op's places that are found, if not all, and the reason."""
 
     found: int
     reason: str
@@ -69,7 +69,7 @@ class Architecture:
         return {op: count for op, count in counts.items() if count}
 
     def make(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The model for training, with weights large enough that every part of it matters.
+        """Build the model for training, with weights so large that every part of it matters.
 
         A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's is
         so small that attention is nearly uniform, which hides a wrong mask or rotation. All dtypes
@@ -95,7 +95,7 @@ def text_batch(shape: tuple[int, int] = TOKENS) -> dict[str, Tensor]:
 
 
 def image_batch(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random numbers that every dtype represents exactly."""
+    """Draw random pixels that every dtype represents exactly, and labels."""
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(2, 3, 16, 16, generator=generator).bfloat16().to(dtype)
     return {"pixel_values": pixels, "labels": torch.randint(0, 5, (2,), generator=generator)}
@@ -111,12 +111,12 @@ def text(
     without: tuple[str, ...] = (),
     **options: Any,
 ) -> Architecture:
-    """A language model, `<name>ForCausalLM`, with `<name>Config(**TEXT, **options)`."""
+    """Return a language model, `<name>ForCausalLM`, with `<name>Config(**TEXT, **options)`."""
 
     def build() -> nn.Module:
         arguments = {key: value for key, value in TEXT.items() if key not in without}
-        made = getattr(transformers, config or f"{name}Config")(**arguments, **options)
-        return getattr(transformers, model or f"{name}ForCausalLM")(made)
+        configuration = getattr(transformers, config or f"{name}Config")(**arguments, **options)
+        return getattr(transformers, model or f"{name}ForCausalLM")(configuration)
 
     return Architecture(name, build, to_find, missed or {})
 
@@ -154,7 +154,7 @@ def vit() -> nn.Module:
 
 
 def places(**counts: int) -> dict[str, int]:
-    """The places of most two-layer decoders, changed by `counts`."""
+    """Return the places of most two-layer decoders, changed by `counts`."""
     usual = {
         "rms_norm": 1, "fused_add_rms_norm": 4, "swiglu": 2, "rope": 2, "linear_cross_entropy": 1,
         "causal_attention": 2, "grouped_attention": 2,
@@ -165,10 +165,10 @@ def places(**counts: int) -> dict[str, int]:
 LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
 # Queries and keys are normalised by head, and then rotated.
 HEAD_NORMS = {"rope": 0, "rms_norm_rope": 2}
-# The model's own code computes attention, with what scaled_dot_product_attention does not take.
+# The model computes attention itself, with an option that scaled_dot_product_attention lacks.
 OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
 
-# Other attentions of such a model have a causal mask, and their repeated heads are found.
+# In other layers of such models the mask is causal, and repeated heads are found.
 MASKED = "with a mask, scaled_dot_product_attention has no fast kernel that takes grouped heads"
 
 ARCHITECTURES = [

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention
 from liger_ops.fusion import fuse
 from liger_ops.fusion.attention import attention_mask
 
-# Two blocks of a block mask, of which the last is not full.
+# The sequence length: two blocks of a block mask, the last of them not full.
 LENGTH = 150
 WINDOW = 40
 SIZES: dict[str, Any] = {
@@ -50,17 +50,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-# In float64 the attention of the others is not exact.
+# The models above are compared in float64; the attention of those below is not exact in it.
 NAMES = tuple(CONFIGS)
-# Whether the default attention of Gemma 2 is its own. In an older transformers it is SDPA, which
-# leaves the cap out.
+# Whether Gemma 2's default attention is its own code. In an older transformers it is SDPA, which
+# ignores the cap.
 OWN_CAPS = not transformers.Gemma2PreTrainedModel._supports_sdpa
 CONFIGS["gemma2"] = (
     "Gemma2Config",
     {
         "sliding_window": WINDOW,
         "layer_types": LAYERS,
-        # A cap that the scores of such a model come near to.
+        # So small that the scores come near to it.
         "attn_logit_softcapping": 2.0,
         "attn_implementation": "eager",
     },
@@ -69,9 +69,9 @@ CONFIGS["llama-eager"] = ("LlamaConfig", {"attn_implementation": "eager"})
 
 
 def model(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
-    """A model in training mode, with its own default implementation of attention."""
-    config_name, own = CONFIGS[name]
-    config = getattr(transformers, config_name)(**{**SIZES, **own, **options})
+    """Make a model in training mode, with its default implementation of attention."""
+    config_name, fields = CONFIGS[name]
+    config = getattr(transformers, config_name)(**{**SIZES, **fields, **options})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = transformers.AutoModelForCausalLM.from_config(config)
@@ -88,11 +88,11 @@ def fuse_attention(made: nn.Module) -> Any:
 
 
 def batch(kind: str, length: int = LENGTH, device: str = "cpu") -> dict[str, Tensor]:
-    """Two rows: "bare", with a mask of "ones", with padding "left" or "right", or "packed"."""
+    """Draw two rows: "bare", with a mask of "ones", with padding "left" or "right", or "packed"."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(1, SIZES["vocab_size"], (2, length), generator=generator, device="cpu")
     ids = ids.to(device)
-    found = {"input_ids": ids, "labels": ids}
+    inputs = {"input_ids": ids, "labels": ids}
     cut = length // 3
     mask = torch.ones_like(ids)
     if kind == "right":
@@ -102,14 +102,14 @@ def batch(kind: str, length: int = LENGTH, device: str = "cpu") -> dict[str, Ten
     elif kind == "packed":
         # A document of one token is in the middle.
         documents = torch.cat((torch.arange(cut), torch.arange(1), torch.arange(length - cut - 1)))
-        found["position_ids"] = documents.expand(2, -1)
+        inputs["position_ids"] = documents.expand(2, -1)
     if kind in ("right", "left", "ones"):
-        found["attention_mask"] = mask
-    return {name: x.to(device) for name, x in found.items()}
+        inputs["attention_mask"] = mask
+    return {name: x.to(device) for name, x in inputs.items()}
 
 
 def step(made: nn.Module, inputs: dict[str, Tensor], call: Any = None) -> dict[str, Tensor]:
-    """The loss, the logits of every token, padding too, and the gradient of every parameter."""
+    """Return the loss, the logits of all tokens, padding too, and every parameter's gradient."""
     made.zero_grad()
     y = (made if call is None else call)(**inputs, use_cache=False)
     y.loss.backward()

@@ -25,7 +25,7 @@ CAUSAL = [
 
 
 def with_fused_loss(model: nn.Module) -> nn.Module:
-    """A copy of the model in which only the loss is fused."""
+    """Return a copy of the model in which only the loss is fused."""
     copied = copy.deepcopy(model)
     report = loss.fuse(copied)
     assert [entry.op for entry in report.fused] == ["linear_cross_entropy"]
@@ -39,7 +39,7 @@ def pair(family: Family = LLAMA) -> tuple[nn.Module, nn.Module]:
 
 
 def batch(rows: int = 2, columns: int = 7) -> dict[str, Tensor]:
-    """Token ids and labels, some of them ignored."""
+    """Draw token ids and labels, some of them ignored."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(1, VOCABULARY, (rows, columns), generator=generator)
     labels = torch.randint(1, VOCABULARY, (rows, columns), generator=generator)
@@ -71,7 +71,7 @@ def assert_same_gradients(
 
 
 def assert_trains_alike(fused: nn.Module, model: nn.Module, **inputs: Any) -> Any:
-    """The loss and all gradients are equal up to rounding; there are no logits, and no warning."""
+    """Check that loss and gradients are equal up to rounding, without logits and warnings."""
     expected = model(**inputs)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="liger_ops")

@@ -35,14 +35,14 @@ class Inner:
 
 
 def places_in(module: fx.GraphModule) -> Counter[str]:
-    """The number of each op in a graph and its subgraphs, by the names of `Finding.op`."""
+    """Count each op in a graph and its subgraphs, by the names of `Finding.op`."""
     counts: Counter[str] = Counter()
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if str(node.target).startswith("liger."):
                 counts[str(node.target).split(".")[1].removesuffix("_forward")] += 1
             elif node.target in ATTENTION:
-                # A model's own call is on the line that its node names.
+                # The source line of a model's own call names the function.
                 counts["attention"] += "scaled_dot_product_attention" not in source_line(node)
                 counts["causal_attention"] += bool(node.kwargs.get("is_causal"))
                 counts["grouped_attention"] += bool(node.kwargs.get("enable_gqa"))
@@ -50,7 +50,7 @@ def places_in(module: fx.GraphModule) -> Counter[str]:
 
 
 class InFloat64(TorchFunctionMode):
-    """Use float64 wherever the model's code asks for float32, as around norms and losses."""
+    """Replaces float32 by float64 where the model's code asks for it, as in norms and losses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def widen(value: Any) -> Any:
@@ -63,12 +63,12 @@ class InFloat64(TorchFunctionMode):
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """The usual step: the logits are used only for the loss."""
+    """Return the usual step, in which the logits are used only for the loss."""
     return lambda **batch: model(**batch).loss
 
 
 def results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The loss, and the gradient of every parameter that requires one."""
+    """Return the loss, and the gradient of every parameter that requires one."""
     model.zero_grad()
     value = loss(**batch)
     value.backward()
@@ -82,8 +82,8 @@ def results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Te
 def compiled(
     loss: Any, backend: str, run: Callable[..., Any] = as_it_is, **options: Any
 ) -> tuple[Any, Inner]:
-    """Compile `loss` whole with the `liger` backend, and count its ops before and after the
-    rewrites; or for "none" leave it as it is."""
+    """Compile `loss` with fullgraph and the `liger` backend, which counts its ops before and after
+    the rewrites. For the backend "none", return `loss` itself."""
     torch._dynamo.reset()
     inner = Inner(run)
     if backend == "none":
@@ -98,7 +98,7 @@ def compiled(
 
 
 def true_results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The results of the model, which is in float64, run eagerly."""
+    """Return the results of a model in float64, run eagerly."""
     # Only this implementation of the experts' products supports float64.
     model.set_experts_implementation("batched_mm")
     with InFloat64():
@@ -106,7 +106,7 @@ def true_results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[st
 
 
 def roundings(dtype: torch.dtype) -> float:
-    """One rounding to `dtype`, plus the effect of another summation order in float32."""
+    """Return one rounding to `dtype`, plus the effect of another summation order in float32."""
     return torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
 
 
@@ -116,7 +116,7 @@ def assert_as_near_to_truth(
     truth: dict[str, Tensor],
     allowance: float,
 ) -> None:
-    """The rewritten model is as close to float64 as the untouched model.
+    """Check that the rewritten model is as close to float64 as the untouched model.
 
     An op rounds where the code that it replaces rounds, or less often, and sums in another order.
     Its error may be at most twice the untouched model's plus an allowance for rounding, each as a
@@ -129,7 +129,7 @@ def assert_as_near_to_truth(
         assert after[name].dtype is before[name].dtype, name
         scale = max(true.norm(), 1e-3 * whole)
         error_after, error_before = (
-            ((found[name].double() - true).norm() / scale).item() for found in (after, before)
+            ((tensors[name].double() - true).norm() / scale).item() for tensors in (after, before)
         )
         bound = 2 * error_before + allowance
         assert error_after <= bound, (

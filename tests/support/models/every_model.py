@@ -15,19 +15,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LAYERS = 4
 VOCABULARY = 512
+# Stands for no limit of layers or words.
 ANY = 2**40
 
-# Number of classes to try per model type.
+# The number of classes to try per model type.
 CLASSES = 3
 
-# Each configuration is tried with the first existing class: one with a head, if there is any.
+# A configuration is tried with classes in this order: first those with a head.
 FIRST = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM")
 MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
     "MODEL_FOR_PRETRAINING_MAPPING",
     "MODEL_MAPPING",
 ]
 
-# Attributes that are a number of layers.
+# The names of attributes that are a number of layers.
 COUNT = re.compile(r"^((num|n)_\w*layers?|\w*_layers|num_hidden_layers|depth|n_layer)$")
 
 
@@ -36,8 +37,11 @@ def model_types() -> list[str]:
 
 
 def built(model_type: str) -> nn.Module | None:
-    """A model of this type on the meta device, or None if no class of its own can be built from
-    the default configuration, or if a package is missing."""
+    """Build a model of this type on the meta device.
+
+    Return None if none of its classes can be built from the default configuration, or if a package
+    is missing.
+    """
     for layers, vocabulary in ((LAYERS, VOCABULARY), (ANY, VOCABULARY), (ANY, ANY)):
         try:
             config = CONFIG_MAPPING[model_type]()
@@ -56,14 +60,15 @@ def built(model_type: str) -> nn.Module | None:
 
 
 def classes_for(config: type) -> list[Any]:
+    """List the first classes of a configuration, in the order of MAPPINGS."""
     others = [name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING", name)]
-    found = []
+    result = []
     for name in (*MAPPINGS, *others):
         mapping = getattr(modeling_auto, name)
         if config in mapping:
             classes = mapping[config]
-            found.append(classes[0] if isinstance(classes, (tuple, list)) else classes)
-    return list(dict.fromkeys(found))[:CLASSES]
+            result.append(classes[0] if isinstance(classes, (tuple, list)) else classes)
+    return list(dict.fromkeys(result))[:CLASSES]
 
 
 def shrink(config: Any, layers: int, vocabulary: int) -> None:

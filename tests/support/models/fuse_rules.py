@@ -45,7 +45,8 @@ def activations(model: nn.Module) -> Iterator[str]:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether it has two linear layers, and the first returns twice what the second takes."""
+    """Return whether a module has two linear layers, of which the first returns twice the columns
+    that the second takes."""
     linears = [child for child in module._modules.values() if isinstance(child, nn.Linear)]
     return len(linears) == 2 and linears[0].out_features == 2 * linears[1].in_features
 
@@ -61,7 +62,7 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
 
 
 def attentions(model: nn.Module) -> Iterator[str]:
-    """The models that make causal masks."""
+    """Yield the models that make causal masks."""
     for name, module in model.named_modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and any(map(CAUSAL.fullmatch, code.co_names)):
@@ -69,7 +70,7 @@ def attentions(model: nn.Module) -> Iterator[str]:
 
 
 def losses(model: nn.Module) -> Iterator[str]:
-    """The losses computed from labels: those of heads, and those of classifiers."""
+    """Yield the models that compute a loss from labels: with a head, or as classifiers."""
     for name, module in model.named_modules():
         cls = type(module)
         if not hasattr(cls, "get_output_embeddings"):

@@ -21,7 +21,7 @@ EQUAL, LEFT, NOT_TAKEN = "equal", "left", "not without fuse"
 WRONG, FAILS, UNVERIFIED = "**wrong**", "**fails**", "not verified"
 OUTCOMES = (EQUAL, LEFT, NOT_TAKEN, UNVERIFIED, FAILS, WRONG)
 
-# Length of the first of two documents in a packed row.
+# The length of the first of two documents in a packed row.
 FIRST = 10
 
 
@@ -39,7 +39,7 @@ def of_ones(batch: Batch) -> Batch:
 
 
 def left_padded(batch: Batch) -> Batch:
-    """The rows turned by their padding, which comes first then."""
+    """Rotate the rows, so that their padding comes first."""
     names = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
     padding = (text(batch)[2] == 0).sum(-1).tolist()
 
@@ -53,17 +53,17 @@ def left_padded(batch: Batch) -> Batch:
 
 
 def in_four_dimensions(batch: Batch) -> Batch:
-    """The mask that is added to scores: causal, and without padding."""
+    """Replace the mask by the one that is added to scores: causal, and without padding."""
     mask = text(batch)[2].bool()
     seen = torch.ones(2 * mask.shape[-1:], dtype=torch.bool).tril() & mask[:, None, None, :]
-    # A row of padding sees itself.
+    # A token of padding sees itself, because a softmax needs a key.
     seen = seen | torch.eye(mask.shape[-1], dtype=torch.bool)
     hidden = torch.finfo(torch.float32).min
     return {**batch, "attention_mask": torch.zeros(seen.shape).masked_fill(~seen, hidden)}
 
 
 def packed(batch: Batch) -> Batch:
-    """Two documents a row, told apart by their positions alone."""
+    """Make two documents of each row, told apart by their positions alone."""
     tokens, labels, _ = text(batch)
     positions = torch.cat([torch.arange(FIRST), torch.arange(tokens.shape[-1] - FIRST)])
     labels = labels.clone()
@@ -94,28 +94,30 @@ ADAPTED = ("right padding", "no mask checkpointed")
 
 
 def outcomes(model: Model, lora: bool = False) -> dict[str, str]:
-    """What each combination gives: one of OUTCOMES, and the reason. With `lora`, every linear
-    layer has a LoRA, and is fused with it."""
+    """Return the outcome of each combination: one of OUTCOMES, and the reason.
+
+    With `lora`, every linear layer has a LoRA, and is fused with it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = ADAPTED if lora else tuple(COMBINATIONS)
-        made = model.build()
+        module = model.build()
         try:
-            made = randomized(adapted(made) if lora else made)
+            module = randomized(adapted(module) if lora else module)
         except Exception as error:
             return dict.fromkeys(names, f"{NOT_TAKEN}: {one_line(error)}")
         try:
-            report = fuse(made, lora=lora)
+            report = fuse(module, lora=lora)
         except Exception as error:
             return dict.fromkeys(names, f"{FAILS}: {one_line(error)}")
         if not len(report):
             return dict.fromkeys(names, LEFT)
-        found = {}
+        results = {}
         for name in names:
             batch, checkpointed = COMBINATIONS[name]
             torch.manual_seed(0)
-            found[name] = _outcome(made, checkpointed, batch, model.batch())
-        return found
+            results[name] = _outcome(module, checkpointed, batch, model.batch())
+        return results
 
 
 def adapted(model: Any) -> Any:
@@ -126,55 +128,58 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def _outcome(made: Any, checkpointed: bool, changed: Callable[[Batch], Batch], batch: Batch) -> str:
+def _outcome(
+    model: Any, checkpointed: bool, changed: Callable[[Batch], Batch], batch: Batch
+) -> str:
+    """Compare a fused model with itself unfused on a changed batch; return the outcome."""
     try:
         if checkpointed:
-            made.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
-            for module in made.modules():
+            for module in model.modules():
                 if getattr(module, "gradient_checkpointing", False):
                     module.gradient_checkpointing = False
-        found = verify_changes(made, (), changed(batch))
-        if not found.agrees and all(one.agrees for one in found.wide):
+        result = verify_changes(model, (), changed(batch))
+        if not result.agrees and all(value.agrees for value in result.wide):
             # The model's own rounding may be small by luck, but hardly so for two sets of weights.
             with torch.no_grad():
-                for parameter in made.parameters():
+                for parameter in model.parameters():
                     parameter.mul_(1 + 0.1 * torch.rand_like(parameter))
-            found = verify_changes(made, (), changed(batch))
+            result = verify_changes(model, (), changed(batch))
     except CannotVerify as reason:
         ours = "the changed model raises" in str(reason)
         return f"{FAILS if ours else UNVERIFIED}: {str(reason)[:200]}"
     except Exception as error:
         return f"{NOT_TAKEN}: {one_line(error)}"
-    if found.agrees:
+    if result.agrees:
         return EQUAL
-    worst = found.wrong[0]
+    worst = result.wrong[0]
     apart = worst.missing or f"{worst.difference:.1e}"
-    return f"{WRONG}: {len(found.wrong)} values, {worst.name} {apart}"
+    return f"{WRONG}: {len(result.wrong)} values, {worst.name} {apart}"
 
 
 def summary(found: dict[str, str]) -> str:
-    """A cell: the combinations by what they give, or the only outcome of all."""
+    """Return a cell of the document: the combinations by outcome, or the only outcome of all."""
     by_outcome: dict[str, list[str]] = {}
     for name, outcome in found.items():
         by_outcome.setdefault(outcome, []).append(name)
     if len(by_outcome) == 1:
         return next(iter(by_outcome))
-    others = [one for one in by_outcome.items() if one[0] != EQUAL]
+    others = [item for item in by_outcome.items() if item[0] != EQUAL]
     return "; ".join(f"{outcome} [{', '.join(names)}]" for outcome, names in others)
 
 
 def read(cell: str) -> dict[str, str]:
-    """The kinds of outcomes that a cell tells."""
+    """Read the outcomes, without their reasons, from a cell of the document."""
     parts = re.findall(r"(.*?) \[([^]]*)\](?:; |$)", cell)
     if not all(set(names.split(", ")) <= COMBINATIONS.keys() for _, names in parts) or not parts:
         return dict.fromkeys(COMBINATIONS, cell.partition(":")[0])
-    found = dict.fromkeys(COMBINATIONS, EQUAL)
+    result = dict.fromkeys(COMBINATIONS, EQUAL)
     for outcome, names in parts:
-        found |= dict.fromkeys(names.split(", "), outcome.partition(":")[0])
-    return found
+        result |= dict.fromkeys(names.split(", "), outcome.partition(":")[0])
+    return result
 
 
 def counts(found: list[dict[str, str]]) -> dict[str, Counter[str]]:
-    """For each combination, how many models give each outcome."""
-    return {name: Counter(one[name] for one in found) for name in COMBINATIONS}
+    """Count, for each combination, the models with each outcome."""
+    return {name: Counter(outcomes[name] for outcomes in found) for name in COMBINATIONS}

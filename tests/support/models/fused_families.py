@@ -26,8 +26,8 @@ EXPERTS = {"num_experts_per_tok": 4, "experts_implementation": "batched_mm"}
 
 @dataclass(frozen=True)
 class Family:
-    """A model, an input, and the number of ops by name that `fuse` finds in it; each op runs once
-    in a forward."""
+    """A model, an input, and how often `fuse` finds each op in it. Each of these runs once in a
+    forward."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -37,19 +37,21 @@ class Family:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What `fuse` finds: the ops, and losses, which a forward without labels does not run."""
+        """The parts that `fuse` finds: the ops, and losses, which need labels to run."""
         losses = {"linear_cross_entropy": self.has_loss, "router_losses": "moe_experts" in self.ops}
         return {**self.ops, **dict.fromkeys((op for op, has_it in losses.items() if has_it), 1)}
 
     @property
     def forwards(self) -> dict[str, int]:
-        """The ops that a forward runs, by the names of those that others call."""
+        """The ops that a forward runs, by the name that reaches the dispatcher."""
         names = {"moe_experts": "moe_experts_forward"}
         return {names.get(op, op): count for op, count in self.ops.items()}
 
     def model(self) -> nn.Module:
-        """The model in float32, in training mode, with every parameter changed from its initial
-        value: a new norm's weight is all ones or zeros, which hides a wrong offset.
+        """Build the model in float32, in training mode.
+
+        Vectors are changed from their initial values: a new norm's weight is all ones or zeros,
+        which hides a wrong offset.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -72,13 +74,13 @@ def token_inputs(dtype: torch.dtype) -> Tensor:
 
 
 def image_inputs(dtype: torch.dtype) -> Tensor:
-    """Random numbers that every dtype represents exactly."""
+    """Draw random numbers that every dtype represents exactly."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 3, 8, 8, generator=generator).bfloat16().to(dtype)
 
 
 def text(name: str, rms_norms: int, activation: str = "swiglu", **options: Any) -> Family:
-    """A causal language model of transformers: `<name>Config` and `<name>ForCausalLM`."""
+    """Return a causal language model of transformers: `<name>Config` and `<name>ForCausalLM`."""
     config_name = options.pop("config", f"{name}Config")
     config = {**TEXT, **options}
     experts = config.pop("experts_implementation", None)

@@ -1,4 +1,4 @@
-"""Models to fuse, the modules of them that are fused, and their results."""
+"""Models to fuse, their fused modules, and their results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def fused_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def gradient_of(y: Tensor) -> Tensor:
-    """Random numbers that every dtype represents exactly."""
+    """Draw random numbers that every dtype represents exactly."""
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     return dy.bfloat16().to(y.dtype)
 
 
 def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output, and every parameter's gradient for a random gradient of the output."""
+    """Return the output, and every parameter's gradient for a random gradient of the output."""
     model.zero_grad()
     y = output(model, x)
     y.backward(gradient_of(y))

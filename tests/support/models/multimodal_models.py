@@ -17,7 +17,7 @@ ROWS = 2
 TEXT_TOKENS = 10
 PADDED = 3
 PATCHES = (IMAGE // PATCH) ** 2
-# Number of tokens if four neighbouring patches are merged.
+# The number of tokens if four neighbouring patches are merged.
 MERGED = PATCHES // 4
 FRAMES = 2
 BINS = 16
@@ -36,7 +36,7 @@ def images(*shape: int) -> Tensor:
 
 
 def text(special: int | None = None, count: int = 0) -> dict[str, Tensor]:
-    """Tokens, of which `count` stand for an image or a sound; the second row is padded."""
+    """Draw tokens, `count` of them for an image or a sound; the second row is padded."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, FIRST_SPECIAL_TOKEN, (ROWS, TEXT_TOKENS + count), generator=generator)
     mask = torch.ones_like(tokens)
@@ -62,7 +62,7 @@ def model(class_name: str, model_type: str, inputs: Inputs, **changes: Any) -> M
 
 
 def special_token(config: Any) -> int | None:
-    """The token that stands for an image or a sound."""
+    """Return the token that stands for an image or a sound, None without one."""
     names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
@@ -74,7 +74,7 @@ def seeing(
     pixels: Callable[[Tensor], dict[str, Tensor]] | None = None,
     **changes: Any,
 ) -> Model:
-    """A language model whose text has `count` tokens for an image.
+    """Make a language model whose text has `count` tokens for an image.
 
     `pixels` makes the image inputs from the mask of these tokens.
     """
@@ -91,7 +91,7 @@ def seeing(
 def hearing(
     class_name: str, model_type: str, count: int, sound: dict[str, Tensor], **changes: Any
 ) -> Model:
-    """A language model whose text has `count` tokens for a sound."""
+    """Make a language model whose text has `count` tokens for a sound."""
     return model(
         class_name,
         model_type,
@@ -101,7 +101,7 @@ def hearing(
 
 
 def patches(kinds: Tensor) -> dict[str, Tensor]:
-    """Image inputs as Qwen-VL takes them: one row per patch, with two frames."""
+    """Make image inputs as Qwen-VL takes them: one row per patch, with two frames."""
     return {
         "pixel_values": random(ROWS * PATCHES, FRAMES * 3 * PATCH**2),
         "image_grid_thw": torch.tensor([[1, IMAGE // PATCH, IMAGE // PATCH]] * ROWS),
@@ -110,7 +110,7 @@ def patches(kinds: Tensor) -> dict[str, Tensor]:
 
 
 def several(kinds: Tensor) -> dict[str, Tensor]:
-    """One image per row, in a separate dimension."""
+    """Make one image per row, in a dimension of its own."""
     return {"pixel_values": images(ROWS, 1)}
 
 

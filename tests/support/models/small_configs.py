@@ -18,8 +18,8 @@ IMAGE = 16
 PATCH = 4
 # Shorter than a sequence, so that a sliding window mask is not a causal mask.
 WINDOW = 8
-# Models have tokens for images, for their start, and more: each gets an id of its own from here
-# on. Text uses smaller ids.
+# Models have special tokens, such as those for images or for their start: each gets an id of its
+# own from here on. Text uses smaller ids.
 FIRST_SPECIAL_TOKEN = 64
 
 SIZES = [
@@ -106,12 +106,12 @@ SIZES = [
     (0, "num_nextn_predict_layers pad_token_id"),
 ]
 BY_NAME = {name: size for size, names in SIZES for name in names.split()}
-# Fields that list the type of each layer.
+# Fields that list the kind of each layer.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 
 
 def small(config: str | PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The default configuration of a model type, or the given one, made small.
+    """Make the default configuration of a model type, or the given one, small.
 
     `changes` are applied last; for a sub-configuration, the value is a dictionary.
     """
@@ -120,11 +120,11 @@ def small(config: str | PretrainedConfig, **changes: Any) -> PretrainedConfig:
 
 
 def _arguments(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     special = FIRST_SPECIAL_TOKEN
     for name, default in vars(config).items():
         if isinstance(default, PretrainedConfig):
-            made[name] = {
+            arguments[name] = {
                 "model_type": default.model_type,
                 **_arguments(default, changes.get(name, {})),
             }
@@ -132,25 +132,25 @@ def _arguments(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, A
             continue
         elif default is None:
             if name in ("head_dim", "num_key_value_heads"):
-                made[name] = HEAD_DIM if name == "head_dim" else HEADS // 2
+                arguments[name] = HEAD_DIM if name == "head_dim" else HEADS // 2
         elif name == "head_dim" and default == getattr(config, "qk_rope_head_dim", None):
-            made[name] = BY_NAME["qk_rope_head_dim"]
+            arguments[name] = BY_NAME["qk_rope_head_dim"]
         elif name in BY_NAME:
-            made[name] = BY_NAME[name]
+            arguments[name] = BY_NAME[name]
         elif name in ("num_key_value_heads", "num_key_value_heads_per_layer"):
             grouped = default < vars(config).get("num_attention_heads", default)
-            made[name] = HEADS // 2 if grouped else HEADS
+            arguments[name] = HEADS // 2 if grouped else HEADS
         elif name in ("image_size", "patch_size"):
             size = IMAGE if name == "image_size" else PATCH
-            made[name] = [size] * len(default) if isinstance(default, (list, tuple)) else size
+            arguments[name] = [size] * len(default) if isinstance(default, (list, tuple)) else size
         elif ("drop" in name or "jitter" in name) and isinstance(default, float):
-            made[name] = 0.0
+            arguments[name] = 0.0
         elif name.endswith(("_token_id", "_token_index")) and isinstance(default, int):
-            made[name], special = special, special + 1
+            arguments[name], special = special, special + 1
         elif name == "rope_parameters":
-            made[name] = _rope(default)
-    made |= _layers(config)
-    return made | {
+            arguments[name] = _rope(default)
+    arguments |= _layers(config)
+    return arguments | {
         name: change
         for name, change in changes.items()
         if not isinstance(getattr(config, name, None), PretrainedConfig)
@@ -158,7 +158,7 @@ def _arguments(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, A
 
 
 def _layers(config: PretrainedConfig) -> dict[str, Any]:
-    """One layer of each type, at least two in all."""
+    """Return fields for one layer of each kind, and at least two layers in all."""
     lists = {name: vars(config).get(name) for name in LAYER_LISTS}
     lists = {name: kinds for name, kinds in lists.items() if kinds}
     if not lists:
@@ -166,8 +166,8 @@ def _layers(config: PretrainedConfig) -> dict[str, Any]:
     layers = list(zip(*lists.values(), strict=False))
     kinds = list(dict.fromkeys(layers))
     kinds = kinds if len(kinds) >= LAYERS else layers[:LAYERS]
-    made = {name: [kind[i] for kind in kinds] for i, name in enumerate(lists)}
-    return {"num_hidden_layers": len(kinds), **made}
+    short = {name: [kind[i] for kind in kinds] for i, name in enumerate(lists)}
+    return {"num_hidden_layers": len(kinds), **short}
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:

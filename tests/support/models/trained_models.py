@@ -16,7 +16,7 @@ import multimodal_models
 from small_configs import EXPERTS, FIRST_SPECIAL_TOKEN, HEAD_DIM, HEADS, HIDDEN, small
 from training_steps import Model
 
-# Changes to a configuration besides making it small.
+# Model type -> changes to its configuration beside making it small.
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -37,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    # The number of layers that its cycles through its two stacks make.
+    # Its number of layers counts the cycles through its two stacks.
     "hrm_text": {"num_hidden_layers": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -79,7 +79,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Reasons that a class is not trained.
+# Class -> the reason for which it is not trained.
 LEFT_OUT = {
     "EncoderDecoderModel": "it is made of two other models",
     "Gemma3nForConditionalGeneration": "it needs timm",
@@ -92,12 +92,12 @@ LEFT_OUT = {
     "VoxtralRealtimeForConditionalGeneration": "it takes a sound a token",
 }
 TOKENS = (2, 16)
-# Length of the second row of a batch, which is shorter.
+# The padding at the end of the second row of a batch.
 PADDED = 5
 
 
 def text_batch() -> dict[str, Tensor]:
-    """A batch as a collator makes it: padded on the right, where labels are ignored."""
+    """Draw a batch as a collator makes it: padded on the right, where labels are ignored."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, FIRST_SPECIAL_TOKEN, TOKENS, generator=generator)
     mask = torch.ones_like(tokens)
@@ -107,7 +107,8 @@ def text_batch() -> dict[str, Tensor]:
 
 
 def build(model_type: str, class_name: str, **changes: Any) -> nn.Module:
-    """A model with random weights from the configuration of its type, or its text configuration."""
+    """Build a model with random weights from the configuration of its type, or from the text part
+    of that."""
     model_class = getattr(transformers, class_name)
     default = CONFIG_MAPPING[model_type]()
     if not isinstance(default, model_class.config_class):
@@ -116,7 +117,7 @@ def build(model_type: str, class_name: str, **changes: Any) -> nn.Module:
 
 
 def models(types: dict[str, str]) -> list[Model]:
-    """One model per class, under the name of the class."""
+    """Return one model per class, with the name of the class."""
     by_class: dict[str, str] = {}
     for model_type, class_name in types.items():
         by_class.setdefault(class_name, model_type)
@@ -127,7 +128,7 @@ def models(types: dict[str, str]) -> list[Model]:
 
 
 def whole_sequences() -> dict[str, Tensor]:
-    """A batch without padding and mask."""
+    """Draw a batch without padding and mask."""
     batch = text_batch()
     tokens = torch.where(batch["attention_mask"] == 0, 3, batch["input_ids"])
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -146,7 +147,7 @@ MODELS: dict[str, Model] = {
             partial(build, "llama", "LlamaForCausalLM", num_key_value_heads=HEADS // 2),
             whole_sequences,
         ),
-        # These replace models above that would be trained on text alone.
+        # Last: these replace models above, which would be trained on text alone.
         *multimodal_models.MODELS,
     )
     if model.name not in LEFT_OUT

@@ -14,18 +14,18 @@ from torch._dynamo.exc import BackendCompilerFailed
 import liger_ops
 from compiled_models import Inner, aot_eager, loss_of, results
 
-# Mode -> its `use_reentrant`. A plain step is compiled as a function in which the logits are used
-# only for the loss; with checkpoints the model itself is compiled.
+# Mode -> `use_reentrant` of its checkpoints. A plain step is compiled as a function that uses the
+# logits only for the loss; with checkpoints the model itself is compiled.
 MODES: dict[str, bool | None] = {"plain": None, "checkpointed": False, "reentrant": True}
 
-# The same sums in another order, in float32, through a few layers. A lost or repeated term gives
-# 1e-2 or more.
+# The relative difference that float32 sums in another order may make through a few layers. A lost
+# or repeated term makes 1e-2 or more.
 NEAR = 1e-4
 
 
 @dataclass(frozen=True)
 class Model:
-    """How to make a model, always with the same weights, and a batch for it."""
+    """Functions that make a model, always with the same weights, and a batch for it."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -34,7 +34,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The ops in the graphs of one mode, and the distance of its results from the model's own."""
+    """The ops in the graphs of a mode, and the difference of its results from the model's own."""
 
     ops: Counter[str]
     difference: float
@@ -45,7 +45,7 @@ class CannotTrain(Exception):
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """The model for training, with weights large enough that every part of it matters.
+    """Set weights large enough that every part of the model matters, and training mode.
 
     A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's is so
     small that attention is nearly uniform, which hides a wrong mask or rotation.
@@ -97,40 +97,40 @@ def check(
 
 
 def own_results(model: Model) -> dict[str, Tensor]:
-    """The loss and gradients of the model itself, run eagerly.
+    """Return the loss and gradients of the model itself, run eagerly.
 
     Raises:
         CannotTrain: the model raises, or its loss is missing or not finite.
     """
     try:
-        found = step(model, "plain")
+        eager = step(model, "plain")
     except Exception as error:
         raise CannotTrain(one_line(error)) from error
-    if not all(bool(value.isfinite().all()) for value in found.values()):
+    if not all(bool(value.isfinite().all()) for value in eager.values()):
         raise CannotTrain("its loss or a gradient is not finite")
-    return found
+    return eager
 
 
 def step(model: Model, mode: str, **how: Any) -> dict[str, Tensor]:
-    """The loss and gradients of one step: compiled with the arguments `how`, or eager."""
+    """Return the loss and gradients of one step, compiled with the arguments `how`, or eager."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    made = randomized(model.build())
-    loss = loss_of(made)
+    module = randomized(model.build())
+    loss = loss_of(module)
     use_reentrant = MODES[mode]
     if use_reentrant is not None:
-        made.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        loss = loss_of(torch.compile(made, **how) if how else made)
+        module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        loss = loss_of(torch.compile(module, **how) if how else module)
     elif how:
         loss = torch.compile(loss, **how)
-    return results(made, loss, model.batch())
+    return results(module, loss, model.batch())
 
 
 def difference(actual: dict[str, Tensor] | None, expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of loss and gradients, as norms; infinite if one is missing.
+    """Return the largest relative difference of loss and gradients, infinite if one is missing.
 
-    A gradient that is zero up to rounding, such as that of a key's bias, is measured relative to a
-    thousandth of the whole model's gradient.
+    Differences are norms over tensors. A gradient that is zero up to rounding, such as that of a
+    key's bias, is measured relative to a thousandth of the whole model's gradient.
     """
     if actual is None or actual.keys() != expected.keys():
         return float("inf")
@@ -144,7 +144,7 @@ def difference(actual: dict[str, Tensor] | None, expected: dict[str, Tensor]) ->
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error; for an error of a backend, that of its cause."""
+    """Return the first line of an error; for an error of a backend, that of its cause."""
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The ops that a call runs."""
+"""Count the ops that a call runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Calls(TorchDispatchMode):
-    """Count the ops that run within it, without those of a backward."""
+    """Counts the ops that run within it, without those of a backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Calls(TorchDispatchMode):
 def called(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[Tensor], Counter[str]]:
-    """The results of a call, and how often it runs each op."""
+    """Call a function; return its results, and how often it runs each op."""
     with Calls() as calls:
         result = function(*args, **kwargs)
     return pytree.tree_leaves(result), calls.counts

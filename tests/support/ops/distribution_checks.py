@@ -15,15 +15,15 @@ from op_under_test import DEVICE
 
 
 def assert_is_what_trainers_write(case: Any) -> None:
-    """Values and gradients in float64, of tokens (M, V) of which some count."""
+    """Check the op in float64 against the code of trainers: values, and gradients of the tokens."""
     op = OPS[case.op]
     tensors = op.tensors(case)
     two = [tensors[name].double().reshape(-1, case.shape[-1]) for name in names(case.op)[:2]]
     leaves = [x.detach().requires_grad_() for x in two]
     labels = tensors.get("shift_labels")
     labels = None if labels is None else labels.reshape(-1)
-    given = leaves if case.op == "kl_div" else [*leaves, labels]
-    ours = getattr(liger_ops, case.op)(*given, *options(case))
+    inputs = leaves if case.op == "kl_div" else [*leaves, labels]
+    ours = getattr(liger_ops, case.op)(*inputs, *options(case))
     theirs = written(case, *leaves, labels)
     weight = torch.randn_like(ours)
     grads = [torch.autograd.grad(loss, leaves, weight) for loss in (ours, theirs)]
@@ -34,7 +34,7 @@ def assert_is_what_trainers_write(case: Any) -> None:
 def run(
     folder: str, case: Any, *tensors: Tensor | None, dloss: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and both gradients of a device's kernels."""
+    """Run a device's kernels; return the loss and both gradients."""
     op = OPS[case.op]
     args = (*tensors, *options(case))
     (loss,) = op_checks.run_kernel(op, folder, False, case, args)
@@ -45,8 +45,10 @@ def run(
 
 
 def assert_ignored_rows_are_not_seen(folder: str, op: str, reduction: str) -> None:
-    """NaN in ignored rows gives what the other rows alone give, and gradients of 0; with every row
-    ignored, the loss is 0, and has a gradient."""
+    """Check that NaN in ignored rows changes nothing, and that their gradients are 0.
+
+    With every row ignored, the loss is 0, and has a gradient.
+    """
     case = OPS[op].sample(torch.float32, reduction=reduction, tile=(2, 16))
     first, second = (torch.rand(5, 40, device=DEVICE).log_softmax(-1) for _ in range(2))
     kept = torch.tensor([0, 2, 3], device=DEVICE)
@@ -57,8 +59,8 @@ def assert_ignored_rows_are_not_seen(folder: str, op: str, reduction: str) -> No
     infinite = torch.full((5, 40) if alone[0].dim() else (), float("inf"), device=DEVICE)
     for gradient in run(folder, case, first, second, labels, dloss=infinite)[1:]:
         assert bool((gradient[[1, 4]] == 0).all())
-    found = run(folder, case, first, second, labels)
-    for values, expected in zip(found, alone, strict=True):
+    results = run(folder, case, first, second, labels)
+    for values, expected in zip(results, alone, strict=True):
         kept_values = values[kept] if values.dim() else values
         torch.testing.assert_close(kept_values, expected, rtol=1e-6, atol=1e-9)
         assert not values.dim() or bool((values[[1, 4]] == 0).all())

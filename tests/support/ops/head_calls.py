@@ -24,7 +24,7 @@ MASKS = list(itertools.product((False, True), repeat=3))
 
 
 def leaves(case: HeadCase) -> tuple[list[Any], list[Tensor]]:
-    """The arguments of the op, whose x, weight and bias require gradients, and these leaves."""
+    """Return the arguments of the op, and those of x, weight and bias that require gradients."""
     args = [*tensors_of(case), *options_of(case)]
     for i in (0, 1, 3):
         if args[i] is not None:
@@ -37,7 +37,7 @@ def call(args: list[Any]) -> Tensor:
 
 
 class Calls(TorchDispatchMode):
-    """Record the ops that reach the dispatcher, and the bytes of the largest tensor they make."""
+    """Records the ops that reach the dispatcher, and the bytes of the largest tensor they make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Calls(TorchDispatchMode):
         return [args for name, args in self.calls if name == f"liger::{op}"]
 
     def masks(self, op: str) -> list[list[bool]]:
-        """The gradient masks of an op's calls."""
+        """Return the gradient masks of an op's calls."""
         arguments = library.OPS[op].arguments
         return [list(arguments(*args).gradient_mask) for args in self.arguments(op)]
 
     def recomputed(self) -> list[list[bool]]:
-        """The gradients that each backward which recomputes logits computes."""
+        """Return, for each backward that recomputes logits, which gradients it computes."""
         missing = []
         for args in self.arguments("linear_cross_entropy_backward"):
             call = BACKWARD.arguments(*args)

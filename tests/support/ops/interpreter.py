@@ -1,7 +1,7 @@
-"""Triton's interpreter, changed to round as devices do, and without work that it does for nothing.
+"""Patches of Triton's interpreter: it rounds as devices do, and does no needless work.
 
-It truncates float32 to bfloat16, while every device rounds to nearest, ties to even. Its results
-would miss error bounds that device code meets.
+Unpatched, it truncates float32 to bfloat16, while every device rounds to nearest, ties to even: its
+results would miss error bounds that device code meets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 
 def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Bits of the bfloat16 nearest to float32 values, as uint16, which the interpreter uses."""
+    """Return the bits of the nearest bfloat16, as uint16, in which the interpreter holds them."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     to_nearest_even = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits + to_nearest_even) >> np.uint32(16)).astype(np.uint16)
@@ -25,11 +25,13 @@ def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def patch() -> None:
+    """Apply all patches of this file."""
     round_to_nearest()
     multiply_bfloat16()
     patch_language_once()
     make_types_once()
-    # Without `debug` it computes whether a sum of integers overflows, and then ignores the result.
+    # Without `debug` the interpreter computes whether a sum of integers overflows, and ignores the
+    # result.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
@@ -48,7 +50,7 @@ def round_to_nearest() -> None:
 
 
 def multiply_bfloat16() -> None:
-    """Multiply matrices of bfloat16 as such: the interpreter multiplies their bits, as integers."""
+    """Multiply bfloat16 matrices in float32: the interpreter multiplies their bits as integers."""
     builder = interpreter.InterpreterBuilder
     dot = builder.create_dot
 
@@ -65,7 +67,7 @@ def multiply_bfloat16() -> None:
 
 
 def patch_language_once() -> None:
-    """Patch `triton.language` for the functions of a module once, and leave it so.
+    """Patch `triton.language` once for the functions of a module, and leave it patched.
 
     The interpreter patches `tl` and `tl.core`, whichever a function's module has, for a launch, and
     then again at every call of a device function, which takes longer than most of these calls.
@@ -84,8 +86,10 @@ def patch_language_once() -> None:
 
 
 def make_types_once() -> None:
-    """Keep the types of blocks and the sizes of tensors, and broadcast no equal shapes: that takes
-    most of the interpreter's time."""
+    """Cache the types of blocks and tensors, and do not broadcast equal shapes.
+
+    This work takes most of the interpreter's time.
+    """
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     broadcast = TritonSemantic.broadcast_impl_value
     get_dtype = interpreter._get_np_dtype
@@ -100,11 +104,11 @@ def make_types_once() -> None:
         self.__dict__ = types[key]
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        made = type.__dict__.get("tensor")
-        if made is None:
+        attributes = type.__dict__.get("tensor")
+        if attributes is None:
             make_tensor(self, None, type)
-            made = type.__dict__["tensor"] = dict(self.__dict__)
-        self.__dict__.update(made, handle=handle)
+            attributes = type.__dict__["tensor"] = dict(self.__dict__)
+        self.__dict__.update(attributes, handle=handle)
 
     def get_np_dtype(type: Any) -> Any:
         if type.name not in dtypes:

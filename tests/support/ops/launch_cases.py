@@ -1,5 +1,5 @@
-"""Cases with which the npu kernels are lowered, planned and run, their traffic is counted, and the
-cuda kernels are compiled, from the forms of every op's entry."""
+"""The cases in which kernels are launched for their code: to lower, plan and run npu kernels, to
+count their traffic, and to compile cuda kernels. They follow from the forms of every op's entry."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from op_under_test import Case, OpUnderTest
 
 @dataclass(frozen=True)
 class LaunchCase:
+    """A case of an op, its label, and its directions: False for forward, True for backward."""
+
     op: OpUnderTest
     case: Case
     label: str
     directions: tuple[bool, ...] = (False, True)
-    # Whether it is one of `shapes` without options.
+    # Whether the case is one of the entry's shapes, without options.
     plain: bool = True
 
 
@@ -36,7 +38,7 @@ def _launch_case(op: OpUnderTest, dtype: torch.dtype, form: Fields, *more: Any) 
 
 
 def _taken(op: OpUnderTest, shapes: Sequence[Fields], optional: Sequence[int]) -> Iterator[Any]:
-    """The shapes in every dtype, then those of `optional` with each option."""
+    """Yield the shapes in every dtype, then the shapes at `optional` with each option."""
     forward = (True,) if op.is_pytorchs_forward else (False, True)
     for dtype in DTYPES:
         for shape in shapes:
@@ -50,19 +52,19 @@ def _taken(op: OpUnderTest, shapes: Sequence[Fields], optional: Sequence[int]) -
 
 
 def launched() -> Iterator[LaunchCase]:
-    """The cases to lower and plan."""
+    """Yield the cases to lower and plan."""
     for op in OPS.values():
         yield from _taken(op, op.forms.shapes, op.forms.optional_at)
 
 
 def executed() -> Iterator[LaunchCase]:
-    """The cases to run."""
+    """Yield the cases to run."""
     for op in OPS.values():
         yield from _taken(op, op.forms.executed, (0,))
 
 
 def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
-    """The cases of npu.md in bfloat16: as planned, and with the rows for counting traffic."""
+    """Yield the cases of npu.md in bfloat16: as planned, and with fewer rows to count traffic."""
     for op in OPS.values():
         for i, fewer in op.forms.counted.items():
             planned = op.forms.shapes[i]
@@ -70,7 +72,7 @@ def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
 
 
 def compiled() -> Iterator[tuple[OpUnderTest, Case]]:
-    """The cases with which cuda kernels are compiled."""
+    """Yield the cases with which cuda kernels are compiled."""
     for op in OPS.values():
         for form in op.compiled:
             for dtype in (FP32, BF16):

@@ -1,4 +1,4 @@
-"""Forms: the shapes and options with which an op's npu kernels are tested, and those of rows."""
+"""Forms: the shapes and options with which an op's npu kernels are lowered, planned and run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Fields = dict[str, Any]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
-# Narrow, odd, as in models, and huge: several rows per tile, one, and rows larger than any tile.
+# Columns: narrow, odd, as in models, and huge. A tile has several rows, or one, or a part of a row.
 WIDTHS = (1, 100, 512, 1023, 4096, 8192, 14336, 131072)
 ROWS = 4096
-# A row that stays in the buffer in its own dtype, and does not fill its last piece.
+# Columns of a row that stays in the buffer in its own dtype, and does not fill its last piece.
 PADDED = 5000
 MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, True, True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forms:
-    """The cases of an op: fields of its Case, except the dtype."""
+    """The launch cases of an op, as fields of its Case without the dtype."""
 
     shapes: Sequence[Fields]
     options: Sequence[Fields] = ()
@@ -31,17 +31,17 @@ class Forms:
     backward_options: Sequence[Fields] = ()
     # Indices of the shapes at which the options are used.
     optional_at: Sequence[int] = (0,)
-    # Shape in npu.md -> fewer rows, or groups, with which its traffic is counted.
+    # Index of a shape in npu.md -> fewer rows, or groups, with which its traffic is counted.
     counted: dict[int, Fields] = field(default_factory=dict)
     # Small shapes, some with a tile, at which the lowered code is run; options use the first one.
-    # Without any, an op uses the kernels of another; what is between them is not Triton's.
+    # Empty for an op that uses the kernels of another op, which run there.
     executed: Sequence[Fields] = ()
-    # What every case has beside its shape.
+    # The fields that all cases share.
     common: Fields = field(default_factory=dict)
 
 
-def shapes(*given: tuple[int, ...], **fields: Any) -> tuple[Fields, ...]:
-    return tuple({"shape": shape, **fields} for shape in given)
+def shapes(*sizes: tuple[int, ...], **fields: Any) -> tuple[Fields, ...]:
+    return tuple({"shape": shape, **fields} for shape in sizes)
 
 
 COUNTED_ROWS = {
@@ -50,8 +50,8 @@ COUNTED_ROWS = {
 
 
 def tiled(*leading: int) -> tuple[Fields, ...]:
-    """One and several rows per tile, rows that fit and rows read twice, and the host code's own
-    tile."""
+    """Return small forms: one and several rows per tile, rows that fit, rows that are read twice,
+    and one with the host code's own tile."""
     sizes = ((7, 300, (4, 64)), (5, 100, (2, 128)), (7, 300, (1, 64)))
     return (
         *({"shape": (*leading, M, N), "tile": tile} for M, N, tile in sizes),
@@ -59,7 +59,7 @@ def tiled(*leading: int) -> tuple[Fields, ...]:
     )
 
 
-# Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.
+# Rows of 9000 columns fit no tile, and are kept in the dtype that they are stored in.
 KEPT = {"shape": (3, 9000)}
 
 
@@ -67,6 +67,7 @@ def rows(
     *options: Fields, backward: Sequence[Fields] = (), counted: dict[int, Fields] = COUNTED_ROWS,
     executed: tuple[Fields, ...] = (),
 ) -> Forms:  # fmt: skip
+    """Return the forms of an op of rows, such as a norm."""
     return Forms(
         shapes=shapes(*((ROWS, N) for N in (*WIDTHS, PADDED))),
         options=options,
@@ -79,7 +80,7 @@ def rows(
 
 
 def masks(gradients: int) -> tuple[Fields, ...]:
-    """The proper, nonempty subsets of an op's gradients."""
+    """Return those of MASKS that ask for some, but not all, of an op's gradients."""
     return tuple(
         {"output_mask": mask}
         for mask in MASKS
@@ -94,7 +95,10 @@ def loss_forms(
     *options: Fields, common: Fields, optional_at: Sequence[int] = (1, 3, 5),
     backward: bool = False, counted: Fields | None = None, executed: Sequence[Fields] = (),
 ) -> Forms:  # fmt: skip
-    """Rows of logits or of probabilities. With `backward`, one of the gradients alone, too."""
+    """Return the forms of a loss, of rows of logits or of probabilities.
+
+    With `backward`, one of them asks for the first gradient alone.
+    """
     return Forms(
         shapes=shapes(*((ROWS, V) for V in VOCABULARIES)),
         options=options,
@@ -112,7 +116,8 @@ def loss_forms(
 def head_forms(
     *options: Fields, sizes: Sequence[Fields], backward: Sequence[Fields] = (), common: Fields
 ) -> Forms:
-    """A head's products are not Triton's; the code of its loss runs with the loss."""
+    """Return the forms of a head. None is executed: its products are not Triton's, and the loss's
+    entry runs the kernels between them."""
     return Forms(
         shapes=[{"shape": (ROWS,), **size} for size in sizes],
         options=options,

@@ -17,8 +17,8 @@ from liger_ops import library
 from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, max_abs
 from plans import plan
 
-# Number of float32 rounding errors that a result may have beside the eager reference's own, in
-# units of float32's epsilon times the largest term: the two sum in different orders.
+# The float32 rounding errors that a result may have beside those of the eager reference, which sums
+# in another order. The unit is float32's epsilon times the largest term.
 FLOAT32_ROUNDINGS = 8
 
 
@@ -58,7 +58,7 @@ def run_kernel(
 
 
 def assert_own_memory(args: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
-    """No output shares memory with an argument or another output, on which PyTorch relies."""
+    """Check that no output shares memory with an argument or an output: PyTorch relies on it."""
     taken = {memory(arg) for arg in args if isinstance(arg, Tensor) and arg.numel()}
     for i, output in enumerate(outputs):
         if output is not None and output.numel():
@@ -72,8 +72,8 @@ def memory(tensor: Tensor) -> int:
 
 
 def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
-    """The kernel's error against float64 is at most twice the definition's in the same dtype, plus
-    a constant."""
+    """Check that the kernel's error against float64 is at most twice the definition's, plus a
+    constant. The definition runs in the case's dtype."""
     tensors = op.tensors(case)
     args = op.forward_args(case, tensors)
     before = clones(args)
@@ -91,7 +91,7 @@ def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> No
 
 
 def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
-    """The same for the requested gradients; truth is autograd of the definition in float64."""
+    """Check the requested gradients likewise, against autograd of the definition in float64."""
     tensors = op.tensors(case)
     args = op.backward_args(case, tensors)
     before = clones(args)
@@ -110,6 +110,7 @@ def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> N
 
 
 def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor | None]:
+    """Compute the gradients in float64, None for tensors that are absent."""
     if op.backward_from_output:
         # Use the rounded output: autograd through the forward would use a different one.
         args = widened(op.backward_args(case, tensors))
@@ -125,20 +126,20 @@ def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor
     outputs = op.results(op.definition(*op.forward_args(case, wide)))
     pairs = zip(outputs, (wide[name] for name in op.gradients_from), strict=True)
     scalar = sum((output * grad).sum() for output, grad in pairs if grad is not None)
-    given = [tensor for tensor in inputs if tensor is not None]
-    grads = iter(torch.autograd.grad(scalar, given))
+    leaves = [tensor for tensor in inputs if tensor is not None]
+    grads = iter(torch.autograd.grad(scalar, leaves))
     return [None if tensor is None else next(grads) for tensor in inputs]
 
 
 def amax(tensor: Tensor, op: OpUnderTest) -> Tensor:
-    """The largest value of each row, whose scales may differ; or every element by itself."""
+    """Return the largest value of each row, or every element for an elementwise op."""
     if op.elementwise or tensor.dim() == 0:
         return tensor
     return tensor.amax(-1, keepdim=True)
 
 
 def roundings(dtype: torch.dtype, values: Tensor, magnitude: Magnitude) -> Tensor:
-    """The largest error from computing values in float32, and from storing them in dtype."""
+    """Return the largest error of values computed in float32 and stored in dtype."""
     stored = torch.finfo(dtype).eps * (values + torch.finfo(dtype).tiny)
     return stored + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * magnitude
 
@@ -152,6 +153,7 @@ def assert_close(
     truth: Tensor | None,
     magnitude: Magnitude,
 ) -> None:
+    """Check one result: shape, dtype, the places of NaN, and the error against float64."""
     assert output is not None and reference is not None and truth is not None
     assert output.shape == truth.shape, f"{label}: shape {output.shape}, expected {truth.shape}"
     assert output.dtype == reference.dtype, f"{label}: {output.dtype} is not {reference.dtype}"
@@ -201,8 +203,10 @@ def assert_allocated_as_meta(
 
 
 def assert_deterministic(op: OpUnderTest, folder: str, case: Case) -> None:
-    """Two runs on a device give the same bits. The interpreter runs one program after the other, in
-    one order."""
+    """Check that two runs on a device give the same bits.
+
+    The interpreter always runs the programs in one order, so there is nothing to check.
+    """
     if DEVICE == "cpu":
         return
     tensors = op.tensors(case)
@@ -216,7 +220,7 @@ def assert_deterministic(op: OpUnderTest, folder: str, case: Case) -> None:
 
 
 def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> None:
-    """All tiles give the same result, up to float32 rounding in another order."""
+    """Check that all tiles give the same result, up to float32 rounding in another order."""
     if case.tile is None:
         return
     whole = replace(case, tile=None)
@@ -232,9 +236,10 @@ def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> Non
 
 
 def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> None:
-    """Permuting the first dimension permutes the result; interpreted, bit for bit.
+    """Check that permuting the first dimension permutes the result, interpreted bit for bit.
 
-    A compiler may contract the multiplications and additions of the rows of a tile differently.
+    On a device, a compiler may contract the multiplications and additions of a tile's rows
+    differently.
     """
     tensors = op.tensors(case)
     rows = torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed))
@@ -256,8 +261,8 @@ def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> Non
             if DEVICE == "cpu":
                 assert torch.equal(output[rows], other)
             elif i < len(magnitudes) and magnitudes[i] is not None:
-                # Results without a magnitude are what rounding took from others, which is another
-                # number where a sum has another order.
+                # A result without a magnitude is a rounding error, such as that of lse. It is
+                # another number if a sum has another order.
                 allowed = magnitudes[i]
                 allowed = allowed[rows] if isinstance(allowed, Tensor) else allowed
                 assert_equal_but_for_rounding(op, output[rows], other, allowed)
@@ -274,13 +279,13 @@ def assert_equal_but_for_rounding(
         assert bool((close | (a == b)).all())
 
 
-# Errors of dtypes are TypeErrors.
+# Words of the messages that are TypeErrors, because they are about dtypes.
 OF_DTYPES = ("dtype", "floating point", "int64 or int32", "torch.complex")
 
 
 def assert_rejects(op: OpUnderTest, args: tuple[Any, ...], message: str) -> None:
-    """Check for an error whose message names the op and begins so: eagerly, in tracing and
-    compiled."""
+    """Check that a call raises an error that begins with the op's name and `message`: eagerly,
+    while tracing, and compiled."""
     error = TypeError if any(words in message for words in OF_DTYPES) else ValueError
     message = f"{op.base}: {message}"
     with FakeTensorMode() as mode:

@@ -1,4 +1,4 @@
-"""Every op under test, by its name and form."""
+"""The table of ops under test, by name and form."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The entry of an op: its cases, what it computes from them, and the forms that are launched.
+"""The entry of an op in the tests: its cases, their tensors and error bounds, and its launch forms.
 
-A family of ops, such as `norm_cases.py` or `activation_cases.py`, has an OpUnderTest for each form
-of an op; `op_table.py` lists them all. Hypothesis's cases, the arguments of the forward and the
-backward op, the launches that are compiled, and the npu forms follow from it and from the schemas.
+The file of a family of ops, such as `norm_cases.py` or `activation_cases.py`, has an OpUnderTest
+for each form of an op; `op_table.py` lists them all. The cases of Hypothesis, the arguments of the
+forward and the backward op, the launches that are compiled, and the npu forms follow from the entry
+and from the schemas.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from liger_ops import library
 
 DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
 SIMULATED = os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"
-# Folders whose kernels run here: on a CPU both, interpreted; on a device, its own.
+# The folders of lowering/ whose kernels run here: both on a CPU, interpreted; else the device's.
 FOLDERS = ("cuda", "npu") if DEVICE == "cpu" else (DEVICE,)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_IMPLEMENTATION = pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
@@ -36,25 +37,25 @@ if "npu" in FOLDERS:
 
 X_LAYOUTS = ("contiguous", "transposed", "sliced")
 DY_LAYOUTS = (*X_LAYOUTS, "expanded")
-# The dtype of a tensor that has the dtype of the case.
+# Stands for the dtype of the case.
 SAME = "same"
 MISSING = object()
-# One, odd, prime, around a power of two, and round as in models.
+# Sizes of a row: one, odd, prime, around a power of two, and round as in models.
 SIZES = (1, 2, 3, 7, 13, 16, 31, 64, 127, 128, 129, 257, 300, 768, 1021)
 ROWS = (0, 1, 2, 3, 5, 9)
 # Small tiles, so that a program loops over several and a row needs several.
 TILES = (None, (1, 16), (2, 16), (4, 64), (1, 64), (2, 1024))
 
 Tensors = dict[str, Tensor | None]
-# Per element, or for a whole tensor.
+# The size of the largest terms in a result, per element or for a whole tensor.
 Magnitude = Tensor | float
-# Draws one of some values.
+# A function that draws one of some values.
 Pick = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A drawn use of an op, whose options are further fields. A seed gives the values."""
+    """A drawn call of an op, whose options are fields of a subclass. A seed gives the values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -67,7 +68,7 @@ class Case:
     seed: int = 0
 
 
-# What every op draws, if its entry does not say otherwise.
+# Field of a case -> the values that are drawn, unless the op's entry has its own.
 CHOICES: dict[str, Sequence[Any]] = {
     "dtype": (FP32, FP16, BF16),
     "tile": TILES,
@@ -92,18 +93,19 @@ class Values:
         scale: float = 1.0,
         shift: float = 0.0,
     ) -> Tensor | None:
-        """A tensor, or None without a dtype; later tensors are the same in both cases."""
+        """Draw a tensor, or return None without a dtype: later tensors are the same either way."""
         values = torch.randn(shape, generator=self.generator) * scale + shift * scale
         dtype = self.dtype if dtype == SAME else dtype
         return None if dtype is None else laid_out(values.to(DEVICE, dtype), layout)
 
 
 def drawn_for(case: Case, more: int = 0) -> Values:
+    """Return the source of a case's values; `more` selects another source."""
     return Values(case.seed + more, case.dtype)
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
-    """The same values with other strides."""
+    """Return the same values with the strides of a layout."""
     if layout == "contiguous" or values.numel() == 0:
         return values
     if layout == "transposed":
@@ -125,14 +127,14 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def leading_shape(pick: Pick) -> tuple[int, ...]:
-    """No dimension, one or two with few rows or none, or three."""
+    """Draw the dimensions before a row: none, one or two with few rows or none, or three."""
     few = (1, 2)
     sizes = pick(((), (ROWS,), (few, ROWS), (few, few, few)))
     return tuple(pick(values) for values in sizes)
 
 
 def drawn_rows(pick: Pick, fields: Fields) -> Fields:
-    """Rows of any size, and any dimensions before them."""
+    """Draw the shape of rows of any size, with any dimensions before them."""
     return {"shape": (*leading_shape(pick), pick(sizes(fields["tile"])))}
 
 
@@ -147,15 +149,18 @@ def nothing(case: Any, tensors: Tensors) -> list[Magnitude]:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OpUnderTest:
-    """An op, or one form of it. What is not given follows from the schemas of the op and its
-    backward: arguments by their names, from `computed`, `tensors` or the fields of a case."""
+    """An op, or one form of it.
+
+    The arguments of the op and its backward follow from their schemas: each is found by its name in
+    `computed`, in `tensors` or among the fields of the case.
+    """
 
     name: str
     # Distinguishes the forms of an op that has several.
     form: str = ""
     # Field of a case -> the values that Hypothesis draws. The first is the default.
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    # The type of the cases, if it is not made of the choices.
+    # The type of the cases, if it is not made from the choices.
     case_type: Any = None
     # Draws the fields that depend on others.
     coupled: Callable[[Pick, Fields], Fields] = drawn_rows
@@ -169,19 +174,20 @@ class OpUnderTest:
     sampled: Fields = field(default_factory=dict)
     # Further cases in which both kernels are compared with float64, by their ids.
     cases: Mapping[str, Fields] = field(default_factory=dict)
-    # What the npu kernels are lowered, planned and run with, and what cuda kernels are compiled
-    # with, in float32 and bfloat16.
+    # The cases to lower, plan and run npu kernels with, and those to compile cuda kernels with, in
+    # float32 and bfloat16.
     forms: Forms
     compiled: Sequence[Fields] = ()
 
-    # Least number of arguments of a call, if more than those without a default.
+    # The least number of arguments of a call, if more than those without a default.
     needed: int = 0
     # The tensors whose gradients backward returns, in order, if its results do not name them and
     # they are not the op's first.
     gradients: tuple[str, ...] = ()
     # Tensor arguments that have no gradient.
     no_gradient: tuple[str, ...] = ()
-    # Makes the tensors from which backward's arguments follow.
+    # Returns the tensors that backward sees, if they differ from the forward's, such as a sum that
+    # the forward has rounded and stored.
     seen_by_backward: Callable[[Any, Tensors], Tensors] = lambda case, tensors: tensors
     # The largest terms that are summed or cancelled in each output, and in each gradient of
     # gradients_of. If they cancel, the result is smaller than their rounding errors. Without any,
@@ -200,9 +206,9 @@ class OpUnderTest:
     cost: int = 1
     # Whether it multiplies matrices, whose summation order depends on strides.
     multiplies: bool = False
-    # Whether the forward is a function of PyTorch on every device, and launches no kernel of ours.
+    # Whether the forward is PyTorch's own on every device, and launches no kernel of this package.
     is_pytorchs_forward: bool = False
-    # The ATen op whose autocast rule, or absence of one, it shares.
+    # The ATen op whose autocast rule, or lack of a rule, the op shares.
     autocast_as: str
     # The arguments whose dtypes that rule does not change.
     autocast_keeps: tuple[str, ...] = ()
@@ -212,6 +218,7 @@ class OpUnderTest:
 
     @property
     def id(self) -> str:
+        """The name in the table: of the op, and of its form if it has several."""
         return f"{self.name}-{self.form}" if self.form else self.name
 
     @property
@@ -240,16 +247,18 @@ class OpUnderTest:
             return self.case_type
         options = {name: values[0] for name, values in self.choices.items()}
         mask = ("output_mask", Any, (True,) * max(3, len(self.gradients_of)))
-        given = [mask, *((name, Any, field(default=value)) for name, value in options.items())]
-        return make_dataclass(self.name, given, bases=(Case,), frozen=True, kw_only=True)
+        fields = [mask, *((name, Any, field(default=value)) for name, value in options.items())]
+        return make_dataclass(self.name, fields, bases=(Case,), frozen=True, kw_only=True)
 
     def sample(self, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> Any:
-        given = {name: v(dtype) if callable(v) else v for name, v in self.sampled.items()}
-        fields = {"shape": self.sample_shape(rows), "dtype": dtype, **given}
+        """Return a small case with every option in use, changed by the fields `form`."""
+        sampled = {name: v(dtype) if callable(v) else v for name, v in self.sampled.items()}
+        fields = {"shape": self.sample_shape(rows), "dtype": dtype, **sampled}
         return self.case(**fields | form)
 
     @cached_property
     def gradients_of(self) -> tuple[str, ...]:
+        """The names of the tensors whose gradients backward returns, in order."""
         returns = self.overload(backward=True)._schema.returns
         if self.gradients:
             return self.gradients
@@ -264,23 +273,24 @@ class OpUnderTest:
 
     @cached_property
     def gradients_from(self) -> tuple[str, ...]:
-        """Names of the incoming gradients, in the order of the outputs. Later outputs have none."""
+        """The names of the incoming gradients, in the order of the outputs they belong to."""
         names = (argument.name for argument in self.overload(backward=True)._schema.arguments)
         return tuple(takewhile(lambda name: name.startswith("d"), names))
 
     @cached_property
     def backward_from_output(self) -> bool:
-        """Whether backward takes the rounded output instead of the inputs."""
+        """True if backward takes the rounded output instead of the inputs."""
         names = {argument.name for argument in self.overload(backward=True)._schema.arguments}
         return not names & set(self.tensor_arguments)
 
     @cached_property
     def leading(self) -> tuple[str, ...]:
+        """The tensors that determine the shape of the others."""
         return self.tensor_arguments[:1] if self.shaping is None else self.shaping
 
     @cached_property
     def per_row(self) -> tuple[str, ...]:
-        """Tensors whose first dimension consists of independent rows."""
+        """The tensors whose first dimension consists of independent rows."""
         if self.rowwise is not None:
             return self.rowwise
         # Values are drawn on the CPU, whatever the default device is.
@@ -299,15 +309,18 @@ class OpUnderTest:
         return self._arguments(True, case, tensors)
 
     def public_arguments(self, case: Any) -> dict[str, Any]:
-        """The arguments of the op that a user calls, as far as this op has them, by their names.
-        Tensors with a gradient require it. A head's LoRA has other factors there."""
+        """Return the arguments of the op that a user calls, by name, as far as this op has them.
+
+        Tensors with a gradient require it. A head's LoRA is left out: the user's op takes its
+        factors, and this op takes lora_x, which is computed from one.
+        """
         names = [name for name, _ in self._names_and_defaults[False]]
-        given = dict(zip(names, self.forward_args(case, self.tensors(case)), strict=True))
+        values = dict(zip(names, self.forward_args(case, self.tensors(case)), strict=True))
         for name in self.gradients_of:
-            given[name] = None if given[name] is None else given[name].detach().requires_grad_()
+            values[name] = None if values[name] is None else values[name].detach().requires_grad_()
         wanted = inspect.signature(public(self.base)).parameters
         products = {name.replace("lora_x", "lora_b") for name in names if "lora_x" in name}
-        return {name: given[name] for name in wanted if name in given and name not in products}
+        return {name: values[name] for name in wanted if name in values and name not in products}
 
     def _arguments(self, backward: bool, case: Any, tensors: Tensors) -> tuple[Any, ...]:
         def value(name: str, default: Any) -> Any:
@@ -317,9 +330,9 @@ class OpUnderTest:
                 return tensors[name]
             if name == "output_mask":
                 return list(case.output_mask[: len(self.gradients_of)])
-            given = getattr(case, name, default)
-            assert given is not MISSING, f"{self.id}: a case has no {name}"
-            return list(given) if isinstance(given, tuple) else given
+            option = getattr(case, name, default)
+            assert option is not MISSING, f"{self.id}: a case has no {name}"
+            return list(option) if isinstance(option, tuple) else option
 
         return tuple(value(*argument) for argument in self._names_and_defaults[backward])
 
@@ -331,7 +344,7 @@ class OpUnderTest:
         )
 
     def options(self, case: Any) -> list[Any]:
-        """The values of the op's options, up to those that ask for a result."""
+        """Return the values of the op's options, without those that ask for a result."""
         tensors = dict.fromkeys(self.tensor_arguments)
         values = zip(
             self.overload()._schema.arguments, self.forward_args(case, tensors), strict=True
@@ -339,33 +352,37 @@ class OpUnderTest:
         return [value for argument, value in values if is_option(argument)]
 
     def has_autocast_rule(self, key: str) -> bool:
-        """Whether ATen's op has a rule of autocast; torch 2.11 has that of layer_norm, and not yet
-        that of rms_norm."""
+        """Return whether the ATen op has an autocast rule.
+
+        torch 2.11 has that of layer_norm, and not yet that of rms_norm.
+        """
         aten = "layer_norm" if self.autocast_as == "rms_norm" else self.autocast_as
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{aten}", key))
 
     def has_gradient(self, i: int) -> bool:
-        """Whether the i-th argument, if it is a tensor, has a gradient."""
+        """Return whether the i-th argument, if it is a tensor, has a gradient."""
         return self.overload()._schema.arguments[i].name not in self.no_gradient
 
     def results(self, outputs: Any) -> tuple[Tensor, ...]:
-        """The differentiable outputs."""
+        """Return the differentiable outputs."""
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return outputs[: len(self.gradients_from)]
 
     def wants(self, case: Case, i: int) -> bool:
-        """Whether the case asks backward for the gradient of gradients_of[i]."""
+        """Return whether the case asks backward for the gradient of gradients_of[i]."""
         arguments = self.overload(backward=True)._schema.arguments
         has_mask = any(argument.name == "output_mask" for argument in arguments)
         return case.output_mask[i] if has_mask else True
 
 
 def is_option(argument: Any) -> bool:
+    """Return whether an argument of a schema is an option that does not ask for a result."""
     asks = argument.name.startswith("return_") or argument.name == "gradient_mask"
     return "Tensor" not in str(argument.type) and not asks
 
 
 def public(name: str) -> Callable[..., Any]:
+    """Return the public function of an op."""
     return getattr(liger_ops, name)
 
 

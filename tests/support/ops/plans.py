@@ -1,4 +1,4 @@
-"""Plans with the tile of a case, in the form of each device's folder."""
+"""Plans with the tile of a case, of the type that each device's op takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from op_under_test import Case, OpUnderTest
 
 
 def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> Any:
-    """A plan for few programs with the case's tile, or None for the host code's own choice."""
+    """Return a plan for few programs with the case's tile, or None for the host code's choice."""
     if case.tile is None:
         return None
     rows, columns = case.tile
@@ -23,13 +23,13 @@ def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> An
 
         if op.name == "group_norm":
             C_G, S = case.shape[1] // case.num_groups, math.prod(case.shape[2:])
-            # Cases that differ in size or seed keep the group, or go over it twice.
+            # The size and the seed decide whether the group is kept or read twice: both are drawn.
             if rows < C_G and columns >= S and (C_G + case.seed) % 2:
                 return Plan(rows, columns, 2, ROW=next_power_of_2(C_G) * columns, KEPT=1)
             return Plan(rows, columns, cores=2)
         if rows > 1 or columns >= case.shape[-1]:
             return Plan(rows, columns, cores=2)
-        # Cases that differ in size or seed keep nothing, or the row with more and more beside it.
+        # The size and the seed decide the level, from nothing kept to the most: all are drawn.
         kept = (sum(case.shape) + case.seed) % 4
         return Plan(rows, columns, cores=2, ROW=next_power_of_2(case.shape[-1]), KEPT=kept)
     if op.name == "group_norm":
@@ -52,7 +52,7 @@ def plan_of_windows(folder: str, case: Case, rows: int, columns: int) -> Any:
 
 
 def plan_of_heads(folder: str, case: Case, rows: int, columns: int) -> Any:
-    """A tile has whole heads: `rows` positions, or on cuda so many times `columns` heads."""
+    """Return a plan of whole heads: of `rows` positions, or on cuda of a number of heads."""
     if folder == "npu":
         from liger_ops.lowering.npu.tiling import Plan
 
@@ -78,7 +78,7 @@ def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
 
 
 def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -> Any:
-    """The plan of a cuda op whose tiles have rows and columns."""
+    """Return the plan of a cuda op whose tiles have rows and columns."""
     from liger_ops.lowering.cuda.launch import Tile, TwoPass, WholeRow
     from liger_ops.lowering.cuda.losses import cross_entropy
     from liger_ops.lowering.cuda.norms.norm_backward_two_kernel import TwoKernel

@@ -1,7 +1,7 @@
 """A simulated `npu` device: PrivateUse1, with CPU memory, and Triton's interpreter for kernels.
 
-Nothing can be measured on it: it computes what a device would, as slowly as a CPU does, and says so
-by `is_simulated`, which the bench asks.
+It computes a device's results at the speed of a CPU, so that nothing can be measured on it:
+`is_simulated` tells this to the bench.
 
 An npu tensor is a plain tensor with an empty storage; its values are in a CPU tensor that is looked
 up by that storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they
@@ -55,7 +55,7 @@ class _DeviceModule:
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         pass
 
-    # The rest is what the bench uses. Streams and graphs run what they are given at once.
+    # The bench uses the rest. Streams and graphs run their work at once.
 
     def get_device_name(self) -> str:
         return "a simulated NPU"
@@ -118,15 +118,17 @@ class _Graph:
 
 
 class _Generator(torch.Generator):
-    """PyTorch has no generator of a device that is written in Python: this one is the CPU's."""
+    """A generator on the CPU: PyTorch has none for a device that is written in Python."""
 
     def __new__(cls, device: Any = "cpu") -> torch.Generator:
         return super().__new__(cls, "cpu" if device == "npu" else device)
 
 
-# Whether the device is visible: other tests of the process must find a machine without one.
+# Whether the device is visible: other tests of the process must find a machine without an npu.
 active = False
+# Storage of an npu tensor -> the CPU tensor with its values.
 _values: dict[int, torch.Tensor] = {}
+# The kernels that have been launched since `forget`.
 launched: list[str] = []
 # Memory of a copy -> the copy, and the view that it was made from.
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -147,10 +149,10 @@ def visible() -> Iterator[None]:
 
 
 def to_npu(value: Any) -> Any:
-    """A CPU tensor as an npu tensor; they share memory if the CPU tensor is contiguous.
+    """Return a CPU tensor as an npu tensor; they share memory if the CPU tensor is contiguous.
 
     An npu tensor is contiguous. The values of a non-contiguous view are in a copy, which is written
-    back after a kernel had it as an argument, or an op wrote to it.
+    back to the view after each kernel that takes it, and after each op that writes to it.
     """
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
@@ -171,7 +173,7 @@ def forget() -> None:
 
 
 def _write_back(written: Iterable[Any]) -> None:
-    """Copy what was written to a copy of a view to the view."""
+    """Write the changed copies of views back to the views."""
     for value in written:
         if isinstance(value, torch.Tensor):
             held, view = _copies.get(value.untyped_storage().data_ptr(), (None, None))
@@ -181,7 +183,7 @@ def _write_back(written: Iterable[Any]) -> None:
 
 
 def to_cpu(value: Any) -> Any:
-    """The CPU tensor with the values of an npu tensor."""
+    """Return the CPU tensor with the values of an npu tensor; another value as it is."""
     if isinstance(value, torch.Tensor) and value.device.type == "npu":
         return _values[value.untyped_storage()._cdata]
     if isinstance(value, torch.device) and value.type == "npu":
@@ -190,21 +192,23 @@ def to_cpu(value: Any) -> Any:
 
 
 def _on_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = (args, kwargs)
-    on_cpu = pytree.tree_map(to_cpu, given)
+    """Run an op on the CPU tensors of npu tensors."""
+    arguments = (args, kwargs)
+    on_cpu = pytree.tree_map(to_cpu, arguments)
     outputs = op(*on_cpu[0], **on_cpu[1])
     if op._schema.is_mutable:
         _write_back(pytree.tree_leaves(on_cpu))
     # An op that returns its argument, such as an out= variant, must return that npu tensor.
     same = {
         id(cpu): npu
-        for cpu, npu in zip(pytree.tree_leaves(on_cpu), pytree.tree_leaves(given), strict=True)
+        for cpu, npu in zip(pytree.tree_leaves(on_cpu), pytree.tree_leaves(arguments), strict=True)
         if isinstance(cpu, torch.Tensor)
     }
     return pytree.tree_map(lambda output: same.get(id(output), to_npu(output)), outputs)
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a PyTorch op on the CPU. Raises: NotImplementedError for an op of another namespace."""
     if op.namespace not in ("aten", "prims"):
         raise NotImplementedError(f"{op} has no npu kernel")
     return _on_cpu(op, *args, **kwargs)
@@ -224,7 +228,7 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
 
 
 _OWN = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
-# Composite ops of those above, whose kernels are right for any device.
+# Ops that are composed of those above: their kernels are right for any device.
 _COMPOSITE = {"detach", "alias", "_to_copy", "copy_", "_local_scalar_dense"}
 _libraries: list[torch.library.Library] = []
 

@@ -1,4 +1,4 @@
-"""Hypothesis draws an op's cases: shapes, strides and options; the values come from a seed."""
+"""Strategies of Hypothesis for the cases of an op: shapes, strides and options, and a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from op_under_test import CHOICES, Case, OpUnderTest
 
 @st.composite
 def cases(draw: st.DrawFn, op: OpUnderTest, **choices: Sequence[Any]) -> Any:
-    """A case of an op. `choices` replaces the values of some fields."""
+    """Draw a case of an op. `choices` replaces the values of some fields."""
 
     def pick(values: Sequence[Any]) -> Any:
         return draw(st.sampled_from(values))
@@ -27,14 +27,14 @@ def cases(draw: st.DrawFn, op: OpUnderTest, **choices: Sequence[Any]) -> Any:
 
 
 def has_rows(case: Case) -> bool:
-    """Whether the first dimension has several rows."""
+    """Return whether the first dimension has several rows."""
     return len(case.shape) > 1 and case.shape[0] > 1
 
 
 def for_cases(
     op: OpUnderTest, check: Callable[[Any], None], fewer: int = 1, **options: Any
 ) -> None:
-    """Call `check` with each case that Hypothesis draws, with so many times fewer than usual."""
+    """Call `check` with each drawn case. `fewer` divides the usual number of cases."""
     drawn = options.pop("drawn", None) or cases(op, **options)
     most = max(1, settings().max_examples // (fewer * op.cost))
     settings(max_examples=most)(given(drawn)(check))()

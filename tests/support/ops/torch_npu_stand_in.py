@@ -1,7 +1,7 @@
-"""Stands for torch_npu's npu_grouped_matmul, where torch_npu is not: it checks the arguments as the
-documentation of torch_npu states for Atlas A2 and A3, and computes in float32 on the CPU.
+"""A stand-in for npu_grouped_matmul where torch_npu is not installed. It checks the arguments by
+the documentation of torch_npu for Atlas A2 and A3, and computes in float32 on the CPU.
 
-The documentation is that of Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/
+The documentation is Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/
 torch_npu-npu_grouped_matmul.md, for products that are not quantised, with `group_list` a tensor and
 one tensor of x, weight and y.
 """
@@ -31,7 +31,7 @@ def allocated(
     x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group_list: Tensor | None,
     split_item: int, group_type: int | None, group_list_type: int,
 ) -> Tensor:  # fmt: skip
-    """Check what does not depend on values, and allocate the result."""
+    """Check the arguments without their values, and allocate the result."""
     (a,), (b,) = x, weight
     assert split_item in (2, 3) and group_list_type in (0, 1)
     assert group_list is not None and group_list.dtype is torch.int64 and group_list.dim() == 1
@@ -59,6 +59,7 @@ def grouped_matmul(
     group_list: Tensor | None = None, split_item: int = 0, group_type: int | None = None,
     group_list_type: int = 0,
 ) -> list[Tensor]:  # fmt: skip
+    """Compute the product of each group in float32."""
     y = allocated(x, weight, bias, group_list, split_item, group_type, group_list_type)
     if group_list.is_meta:
         return [y]
@@ -76,11 +77,11 @@ def grouped_matmul(
 
 
 def on_simulated_npu(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """The same on the simulated device, which has no transposed tensors."""
-    (x, weight), given = pytree.tree_map(to_cpu, (args, kwargs))
-    if given["group_type"] == 2:
+    """Compute the same on the simulated device, which has no transposed tensors."""
+    (x, weight), options = pytree.tree_map(to_cpu, (args, kwargs))
+    if options["group_type"] == 2:
         x = [x[0].t().contiguous().t()]
-    return [to_npu(y) for y in grouped_matmul(x, weight, **given)]
+    return [to_npu(y) for y in grouped_matmul(x, weight, **options)]
 
 
 if not hasattr(torch.ops.npu, "npu_grouped_matmul"):

@@ -1,6 +1,6 @@
-"""Modules that modulate their norms, as diffusers has them, and modules that are nearly that.
+"""Modules that modulate their norms, as in diffusers, and near misses of them.
 
-Each computes what the class of diffusers' models/normalization.py that its docstring names does.
+A docstring names the class of diffusers' models/normalization.py that a module computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ N, C, T = 16, 12, 5
 
 
 class Adaptive(nn.Module):
-    """A projection of an embedding, and a norm."""
+    """Base class: a projection of an embedding, and a norm."""
 
     chunks = 6
 
@@ -35,8 +35,8 @@ class Adaptive(nn.Module):
 
 
 class Zero(Adaptive):
-    """`AdaLayerNormZero`: gates and the modulation of the MLP are returned. Its embedding may be a
-    child's result, and the arguments for that are optional."""
+    """`AdaLayerNormZero`: returns gates and the modulation of the MLP, too. A child may compute the
+    embedding from optional arguments."""
 
     def __init__(self, norm: nn.Module | None = None, emb: nn.Module | None = None) -> None:
         super().__init__(norm)
@@ -123,7 +123,7 @@ class ForAll(Adaptive):
 
 
 class OfTokens(Adaptive):
-    """The embedding is of each token, or of each sample in a dimension of size 1."""
+    """The embedding has a row for each token, or for each sample with a dimension of size 1."""
 
     chunks = 2
 
@@ -166,7 +166,7 @@ MODULES = {
 
 
 class AdaNorm(Adaptive):
-    """The name that the report gives a reason for."""
+    """Has a class name for which `fuse` reports a reason; the near misses take the same name."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Any:
         shift, scale, *others = self.pieces(emb)
@@ -189,7 +189,7 @@ class Doubled(AdaNorm):
 
 
 class Gated(AdaNorm):
-    """With a gate that it computes."""
+    """Computes its gate."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Any:
         shift, scale, gate, *_ = self.pieces(emb)
@@ -211,7 +211,7 @@ class InTraining(AdaNorm):
 
 
 class OfTheScale(AdaNorm):
-    """Its norm is also that of something else."""
+    """Its norm is also applied to the scale."""
 
     def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return super().modulated(x, self.norm(scale), shift)

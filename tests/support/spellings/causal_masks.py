@@ -29,7 +29,7 @@ def causal(q: int, k: int) -> Tensor:
 
 
 def transformers_packed(q: int, k: int) -> Tensor:
-    """transformers' mask without a cache, where position ids that it makes itself may be packed."""
+    """Return transformers' mask without a cache, which allows that position ids are packed."""
     positions = torch.arange(q)[None].expand(2, -1)
     first = positions[:, :1] - 1
     sequence = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
@@ -44,14 +44,17 @@ def float_mask(kept: Callable[[int, int], Tensor], low: float) -> Mask:
 
 
 def least() -> float:
-    """A function, because with dynamic shapes a global would be a graph input."""
+    """Return float32's least number.
+
+    A function, because with dynamic shapes a global would be a graph input.
+    """
     return torch.finfo(torch.float32).min
 
 
 def with_mask(mask: Mask) -> Callable[..., Tensor]:
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        made = mask(query.shape[-2], key.shape[-2])
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=made)
+        attn_mask = mask(query.shape[-2], key.shape[-2])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
 
     return attention
 

@@ -15,14 +15,14 @@ BATCH = 2
 
 
 def right_padding(length: int) -> Tensor:
-    """The second row has a third of padding, as the attention_mask of a collator."""
+    """Return a collator's attention_mask; a third of the second row is padding."""
     mask = torch.ones(BATCH, length, dtype=torch.int64)
     mask[1, length - length // 3 :] = 0
     return mask
 
 
 def documents(length: int) -> Tensor:
-    """Documents of different lengths, one of a single token; ids grow within a row."""
+    """Return the ids of documents of different lengths, one of a single token, growing in a row."""
     starts = torch.zeros(BATCH, length, dtype=torch.int64)
     starts[0, [length // 3, length // 3 + 1]] = 1
     starts[1, length // 2] = 1
@@ -30,7 +30,7 @@ def documents(length: int) -> Tensor:
 
 
 def positions(length: int) -> Tensor:
-    """The position_ids of packed documents."""
+    """Return the position_ids of packed documents."""
     ids = documents(length)
     return torch.stack([torch.cat([torch.arange(int(n)) for n in row.bincount()]) for row in ids])
 
@@ -44,7 +44,7 @@ def _padded(q: int, k: int, mask: Tensor) -> Tensor:
 
 
 def _by_index(q: int, k: int, mask: Tensor) -> Tensor:
-    """transformers' spelling: the mask is read by index tensors."""
+    """Return the mask in transformers' spelling, which reads it by index tensors."""
     batch = torch.arange(mask.shape[0])[:, None, None, None]
     return causal(q, k) & mask.to(torch.bool)[batch, torch.arange(k)[None, None, None, :]]
 
@@ -60,7 +60,7 @@ def _packed_positions(q: int, k: int, positions: Tensor) -> Tensor:
 
 
 def _after_left_padding(q: int, k: int, mask: Tensor) -> Tensor:
-    """Llama 4: chunks are counted from the first token that is not padding."""
+    """Return Llama 4's mask: chunks are counted from the first token that is not padding."""
     left = (mask.cumsum(-1) == 0).sum(-1)[:, None, None, None]
     chunk_of_key = (torch.arange(k)[None, None, None, :] - left) // 5
     chunk_of_query = (torch.arange(q)[None, None, :, None] - left) // 5
@@ -68,7 +68,7 @@ def _after_left_padding(q: int, k: int, mask: Tensor) -> Tensor:
 
 
 Mask = Callable[..., Tensor]
-# Each mask with the function that makes its data for a length.
+# Name -> the mask, and the function that makes its data for a length, if it depends on data.
 MASKS: dict[str, tuple[Mask, Callable[[int], Tensor] | None]] = {
     "window": (lambda q, k: causal(q, k) & (rows(q) - columns(k) < 6), None),
     "window of one": (lambda q, k: rows(q) == columns(k), None),

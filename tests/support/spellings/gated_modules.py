@@ -12,7 +12,7 @@ HIDDEN, WIDTH = 16, 24
 
 
 class Gated(nn.Module):
-    """A class with an unspecific name. The others each change one thing in it."""
+    """A class with an unspecific name; the subclasses each change one thing in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GateSecond(Gated):
 
 
 class Limited(Gated):
-    """As in DeepSeek-V4; None stands for no limit."""
+    """The clamped activation of DeepSeek-V4."""
 
     def __init__(self, limit: float = 7.0, alpha: float = 1.0, offset: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def adapted(module: Gated) -> nn.Module:
 
 
 def results(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and every gradient."""
+    """Return the output and every gradient."""
     x = x.clone().requires_grad_()
     y = module(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)

@@ -21,7 +21,7 @@ def halves(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def origin(node: Any) -> str:
-    """The name of the input that a node is computed from."""
+    """Return the name of the input that a node is computed from."""
     while node.op != "placeholder":
         node = node.args[0]
     return node.name

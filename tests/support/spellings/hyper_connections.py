@@ -1,4 +1,4 @@
-"""A hyper-connection and its layer, in the parts that near misses change."""
+"""A hyper-connection and its layer, in methods that near misses change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {
 
 
 class Connection(nn.Module):
-    """DeepSeek-V4's equations, computed in float64 from float64, as the truth that tests need."""
+    """DeepSeek-V4's equations. With float64 inputs they compute in float64, the tests' truth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,15 +84,15 @@ class Layer(nn.Module):
 
 
 def layer(connection: nn.Module, dtype: torch.dtype = torch.float32) -> Layer:
-    """With random weights; base and scale are float32, as transformers keeps them."""
-    made = Layer(connection)
+    """Return a layer with random weights; base and scale are float32, as in transformers."""
+    module = Layer(connection)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    made.body.to(dtype)
-    made.hc.fn.data = made.hc.fn.data.to(dtype)
-    return made
+    module.body.to(dtype)
+    module.hc.fn.data = module.hc.fn.data.to(dtype)
+    return module
 
 
 MODULES: dict[str, Any] = {
@@ -108,7 +108,7 @@ class RowsLast(Connection):
 
 
 class OtherSums(Connection):
-    """One of the sums has another number added."""
+    """One of the sums has another eps."""
 
     def sinkhorn(self, matrix: Tensor) -> Tensor:
         matrix = super().sinkhorn(matrix)
@@ -122,7 +122,7 @@ class OtherStart(Connection):
 
 
 class Exponentials(Connection):
-    """As the paper starts, which the models do not."""
+    """The start of the paper, which no model has."""
 
     def start(self, logits: Tensor) -> Tensor:
         return torch.exp(logits) + 1e-3
@@ -134,14 +134,14 @@ class AcrossColumns(Connection):
 
 
 class PostWithEps(Connection):
-    """As in HYV4."""
+    """The post weights of HYV4."""
 
     def post(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits) + 1e-3
 
 
 class NormAfter(Connection):
-    """As in HYV4: the product is multiplied by a norm of each token."""
+    """The projection of HYV4: the product is multiplied by 1 / rms of each token."""
 
     def projection(self, x: Tensor) -> Tensor:
         wide = x.view(x.shape[0], x.shape[1], -1)
@@ -151,7 +151,7 @@ class NormAfter(Connection):
 
 
 class Rounded(Connection):
-    """It projects in x's dtype, which differs in bfloat16 alone."""
+    """The projection is rounded to x's dtype, which differs in bfloat16 alone."""
 
     def projection(self, x: Tensor) -> Tensor:
         mix = super().projection(x)
@@ -159,7 +159,7 @@ class Rounded(Connection):
 
 
 class Watched(Connection):
-    """An iterate is used elsewhere."""
+    """An iterate of Sinkhorn is used elsewhere."""
 
     def sinkhorn(self, matrix: Tensor) -> Tensor:
         first = matrix / (matrix.sum(dim=-2, keepdim=True) + 1e-3)

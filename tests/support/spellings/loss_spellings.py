@@ -16,19 +16,19 @@ Loss = Callable[[Tensor, Tensor], Any]
 
 
 def labels(rows: int = B, length: int = S) -> Tensor:
-    """Labels, of which every third is ignored."""
+    """Return labels, every third of which is ignored."""
     target = torch.arange(rows * length) % V
     target[::3] = -100
     return target.view(rows, length)
 
 
 def inputs(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -> list[Tensor]:
-    """Logits and labels."""
+    """Return logits and labels."""
     return [values(rows, length, V, dtype=dtype), labels(rows, length)]
 
 
 def head_inputs(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -> list[Tensor]:
-    """Hidden states, the head's weight, and labels."""
+    """Return hidden states, the head's weight, and labels."""
     x, weight = values(rows, length, D, dtype=dtype), values(V, D, dtype=dtype)
     return [x, weight, labels(rows, length)]
 
@@ -42,7 +42,7 @@ def plain(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def transformers(logits: Tensor, target: Tensor) -> Tensor:
-    """ForCausalLMLoss: it shifts the labels, not the logits."""
+    """Compute the loss as ForCausalLMLoss, which shifts the labels, not the logits."""
     logits = logits.float()
     shifted = F.pad(target, (0, 1), value=-100)[..., 1:].contiguous()
     logits = logits.view(-1, logits.shape[-1])

@@ -1,6 +1,6 @@
 """The modulated norms of diffusion transformers, as their blocks write them.
 
-Each computes what the code that its docstring names computes.
+Each docstring names the code that the function or class computes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 
 def dit(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`modulate` of facebookresearch/DiT, models.py."""
+    """Compute `modulate` of facebookresearch/DiT, models.py."""
     return norm(x) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
 def zero(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`AdaLayerNormZero.forward` of diffusers, models/normalization.py: SD3, Flux, PixArt."""
+    """Compute diffusers' `AdaLayerNormZero.forward`, models/normalization.py: SD3, Flux, PixArt."""
     return norm(x) * (1 + scale[:, None]) + shift[:, None]
 
 
 def continuous(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`AdaLayerNormContinuous.forward` of diffusers, models/normalization.py: the last norm."""
+    """Compute diffusers' `AdaLayerNormContinuous.forward`, normalization.py: the last norm."""
     return norm(x) * (1 + scale)[:, None, :] + shift[:, None, :]
 
 
@@ -36,8 +36,10 @@ class FP32LayerNorm(nn.LayerNorm):
 
 
 def wan(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`WanTransformerBlock.forward` of diffusers, models/transformers/transformer_wan.py: x is
-    bfloat16, and scale and shift are float32 of (B, 1, N), or (B, T, N) in Wan 2.2."""
+    """Compute `WanTransformerBlock.forward` of diffusers, models/transformers/transformer_wan.py.
+
+    x is bfloat16; scale and shift are float32 of (B, 1, N), or (B, T, N) in Wan 2.2.
+    """
     return (norm(x.float()) * (1 + scale) + shift).type_as(x)
 
 

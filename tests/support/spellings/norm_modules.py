@@ -1,4 +1,4 @@
-"""Norms, norms with a gate, and modules that are nearly that."""
+"""Modules with norms and gated norms, and near misses of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPS = 1e-5
 
 
 class Rms(nn.Module):
-    """The norm that the others change one thing in."""
+    """Llama's norm; the subclasses each change one thing in it."""
 
     def __init__(self, size: int = 24, eps: float = 1e-6) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class NeverWidened(Rms):
 
 
 class Gated(nn.Module):
-    """Qwen3-Next's norm, in parts that the others here change."""
+    """Qwen3-Next's norm, in methods that the subclasses here change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class OtherDimension(Gated):
 
 
 class WeightOfPositions(Gated):
-    """A part of the weight for each position; there are as many positions as groups."""
+    """The weight's rows are for positions; there are as many positions as groups."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Any:
         s = self.normalised(x.float().view(2, 3, 3, 8))

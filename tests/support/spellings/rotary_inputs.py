@@ -8,7 +8,7 @@ from op_under_test import laid_out
 
 
 def rotary_angles() -> torch.Tensor:
-    """Angles of 2 sequences of 5 positions, for 8 pairs."""
+    """Return the angles of 2 sequences of 5 positions, for 8 pairs."""
     positions = torch.arange(5.0) + torch.tensor([[0.0], [7.0]])
     return positions[..., None] / 10000 ** (torch.arange(8) / 8)
 

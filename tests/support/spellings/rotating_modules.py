@@ -32,7 +32,7 @@ def set_rotate(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) ->
 
 
 def ops_of(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> list[str]:
-    """The liger ops that a forward runs."""
+    """List the liger ops that a forward runs."""
     return list(called(module, *args, **(kwargs or {}))[1].elements())
 
 
@@ -43,7 +43,7 @@ def tensors(
     table_dtype: torch.dtype | None = None,
     leading: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys as attention gets them, as views of projections, and tables."""
+    """Return queries and keys as attention gets them, in a layout, and cos and sin."""
     generator = torch.Generator().manual_seed(1)
     sizes = {"b": B, "s": S, "d": D}
     heads = []
@@ -57,7 +57,7 @@ def tensors(
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """GPT-J's pairs, with a table entry per element, as in Cohere."""
+    """Rotate GPT-J's pairs, with a table entry per element, as in Cohere."""
 
     def turned(x: Tensor) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)

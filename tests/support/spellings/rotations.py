@@ -1,4 +1,4 @@
-"""Rotations of queries and keys in a graph: their sizes, and what feeds and consumes them."""
+"""Rotations of queries and keys in a graph, with their inputs and their consumers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def phi3(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def heads(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -> list[Tensor]:
-    """Queries and keys, as a projection leaves them: (B, S, heads, D)."""
+    """Return queries and keys as a projection leaves them: (B, S, heads, D)."""
     q = values(rows, length, HEADS, D, dtype=dtype)
     return [q, values(rows, length, KV_HEADS, D, dtype=dtype, seed=1)]
 
@@ -49,7 +49,7 @@ def heads(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) ->
 def tables(
     columns: int, dtype: torch.dtype = torch.float32, rows: int = 1, length: int = S
 ) -> list[Tensor]:
-    """cos and sin of the same angles in both halves, as models have them where columns is D."""
+    """Return cos and sin; if columns is D, both halves have the same angles, as in models."""
     distinct = max(columns // 2, 1) if columns in (D, D // 2) else columns
     angles = torch.linspace(0.1, 3.0, rows * length * distinct).view(rows, length, distinct)
     angles = angles.repeat(1, 1, columns // distinct)
@@ -57,12 +57,12 @@ def tables(
 
 
 def used(rotated: Tensor) -> Tensor:
-    """A consumer that accepts any strides."""
+    """Consume a result in a way that accepts any strides."""
     return rotated.reshape(*rotated.shape[:2], -1).flip(1)
 
 
 def applied(rotation: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The rotation of both, with heads viewed as (B, heads, S, D)."""
+    """Return a function that rotates q and k, with heads viewed as (B, heads, S, D)."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = q.transpose(1, 2), k.transpose(1, 2)

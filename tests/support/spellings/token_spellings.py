@@ -13,17 +13,17 @@ from torch import Tensor
 utils = pytest.importorskip("trl.trainer.utils", reason="some of the code is TRL's")
 entropy_from_logits, selective_log_softmax = utils.entropy_from_logits, utils.selective_log_softmax
 
-# Of logits and of labels that are all in range.
+# A function of logits and of labels that are all in range.
 Spelling = Callable[[Tensor, Tensor], Any]
 
 
 def trl_log_prob(logits: Tensor, labels: Tensor) -> Tensor:
-    """A loop over rows, with logsumexp in float32 and with log_softmax in bfloat16."""
+    """Loop over rows as TRL does, with logsumexp in float32 and with log_softmax in bfloat16."""
     return selective_log_softmax(logits[:, :-1], labels[:, 1:], temperature=0.7)
 
 
 def verl_log_prob(logits: Tensor, labels: Tensor) -> Tensor:
-    """verl's and OpenRLHF's loops; rows without a batch dimension."""
+    """Loop over chunks as verl and OpenRLHF do; rows have no batch dimension."""
     logits, labels = logits.flatten(0, 1), labels.flatten()
     if logits.dtype is torch.float32:
         chosen = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
@@ -61,7 +61,7 @@ def by_softmax_and_log_softmax(logits: Tensor) -> Tensor:
 
 
 def by_logsumexp(logits: Tensor) -> Tensor:
-    """verl's, OpenRLHF's and TRL's PPO."""
+    """Compute the entropy as verl, OpenRLHF and TRL's PPO do."""
     p = torch.nn.functional.softmax(logits, dim=-1)
     return torch.logsumexp(logits, dim=-1) - torch.sum(p * logits, dim=-1)
 
@@ -83,13 +83,13 @@ def shared_log_probs(logits: Tensor, labels: Tensor) -> Any:
 
 
 def trl_both(logits: Tensor, labels: Tensor) -> Any:
-    """GRPO's: positions of the completion, divided by the temperature before both."""
+    """Compute both as TRL's GRPO: completion tokens, divided by the temperature before."""
     logits, labels = logits[:, :-1, :][:, -3:, :] / 0.7, labels[:, -3:]
     return selective_log_softmax(logits, labels), entropy_from_logits(logits)
 
 
 def verl_both(logits: Tensor, labels: Tensor) -> Any:
-    """The entropy is computed first, from rows."""
+    """Compute both as verl: the entropy first, from rows."""
     rows = logits.view(-1, logits.shape[-1])
     entropy = by_logsumexp(rows)
     chosen = rows.gather(-1, labels.view(-1, 1)).squeeze(-1)
@@ -97,14 +97,14 @@ def verl_both(logits: Tensor, labels: Tensor) -> Any:
 
 
 def cross_entropy_and_entropy(logits: Tensor, labels: Tensor) -> Any:
-    """Ignored tokens have an entropy, but a loss of 0."""
+    """Compute both; an ignored token has an entropy, but a loss of 0."""
     rows = logits.flatten(0, 1)
     loss = F.cross_entropy(rows, labels.flatten(), reduction="none", ignore_index=4)
     return loss, by_logsumexp(logits)
 
 
 def with_lse(logits: Tensor, labels: Tensor) -> Any:
-    """With a z-loss."""
+    """Compute both, and a z-loss."""
     lse = logits.logsumexp(-1)
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return chosen - lse, by_logsumexp(logits), lse.square()
@@ -124,14 +124,14 @@ BOTH: dict[str, Spelling] = {
 
 
 def trl_metric(logits: Tensor, labels: Tensor) -> Any:
-    """TRL's GRPO without an entropy bonus."""
+    """Compute both as TRL's GRPO without an entropy bonus: the entropy has no gradient."""
     logits, labels = logits[:, :-1], labels[:, 1:]
     arguments = {"entropy_requires_grad": False, "temperature": 0.7}
     return utils.selective_log_softmax_and_entropy(logits, labels, **arguments)
 
 
 def metric_first(logits: Tensor, labels: Tensor) -> Any:
-    """The labels are known before both."""
+    """Compute the entropy first, without a gradient, but read the labels before."""
     index = labels.unsqueeze(-1)
     with torch.no_grad():
         entropy = by_logsumexp(logits)

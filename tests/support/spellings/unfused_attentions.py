@@ -19,7 +19,7 @@ def causal(q: Tensor, k: Tensor) -> Tensor:
 
 
 def causal_float(q: Tensor, k: Tensor) -> Tensor:
-    """As transformers makes it for attention that it writes out."""
+    """Return the mask as transformers makes it for eager attention."""
     zero = torch.tensor(0.0, dtype=q.dtype)
     return torch.where(causal(q, k)[None, None], zero, torch.finfo(q.dtype).min)
 
@@ -63,7 +63,7 @@ def bloom(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def bart_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """transformers' BART until version 4.47: three dimensions, and four for the mask."""
+    """Compute BART's attention of transformers until 4.47: three dimensions, four for the mask."""
     b, h, s, d = q.shape
     q, k, v = (x.reshape(b * h, -1, d) for x in (q * d**-0.5, k, v))
     weights = torch.bmm(q, k.transpose(1, 2))
@@ -73,7 +73,7 @@ def bart_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The documentation of scaled_dot_product_attention."""
+    """Compute the code in the documentation of scaled_dot_product_attention."""
     bias = torch.zeros(q.size(-2), k.size(-2), dtype=q.dtype)
     bias = bias.masked_fill(causal(q, k).logical_not(), float("-inf"))
     weights = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.size(-1)))
@@ -102,7 +102,7 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def einsum_of_positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, S, H, D), as flash attention takes them."""
+    """Compute attention of (B, S, H, D), as flash attention takes them."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3
     return torch.einsum("bhqk,bkhd->bqhd", weights.softmax(-1), v)
@@ -114,14 +114,14 @@ def einsum_of_any_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Three dimensions, (B, S, D)."""
+    """Compute attention of one head, (B, S, D)."""
     q, k, v = (x[:, 0] for x in (q, k, v))
     weights = torch.bmm(q, k.permute(0, 2, 1)) / 2.0
     return torch.bmm(F.softmax(weights + causal_float(q, k)[0], -1), v)
 
 
 def keys_shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One head of keys and values for all queries."""
+    """Compute attention with one head of keys and values for all queries."""
     weights = torch.matmul(q, k[:, :1].transpose(-1, -2)).mul(0.3).softmax(dim=-1)
     return torch.matmul(weights, v[:, :1])
 
