@@ -12,10 +12,10 @@ import torch.compiler.config
 
 @functools.cache
 def package_hash() -> str:
-    """A hash of every source file of the package."""
+    """Return a hash of the names and contents of all source files of the package."""
     root = os.path.dirname(__file__)
     digest = hashlib.sha256()
-    # Unlike Path.rglob, this follows the links to meta and lowering.
+    # Path.rglob would not follow the links to meta and lowering.
     for name in sorted(glob.glob("**/*.py", root_dir=root, recursive=True)):
         digest.update(name.encode())
         with open(os.path.join(root, name), "rb") as file:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import library
 from ..accepted import Accepted, one_of
-from ..axes import COMPUTED_BY_FORWARD, MANY, Entry, Line
+from ..axes import COMPUTED_BY_FORWARD, MANY, Line, TensorSpec
 from ..ops.shapes import equal
 from .sizes import MULTIPLE, Shape, Sizes
 
@@ -44,7 +44,7 @@ class Names:
             return 0 if name in self.needed else 2
         return 1 if name in self.line.results and name in self.needed else 3
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorSpec:
         entry = self.line.of(name)
         assert entry is not None, f"{self.op}: the line does not name the argument {name}"
         return entry
@@ -57,7 +57,7 @@ class Names:
         """The first tensor with these axes."""
         return next((name for name, entry in self.tensors.items() if entry.axes == axes), None)
 
-    def shape(self, entry: Entry, sizes: Sizes) -> Shape:
+    def shape(self, entry: TensorSpec, sizes: Sizes) -> Shape:
         shape = sizes.shape(entry.axes)
         if entry.reduced is None:
             return shape
@@ -73,8 +73,8 @@ class Names:
         others = [(other, self.tensors[other].axes) for other in before]
         read = (other for other, known in others if set(axes) & set(known))
         first = next(read, None)
-        with_axes = f" for {first} of {self.tensors[first].form}" if first else ""
-        words = f"{Entry(axes).form}{with_axes}" if axes else "a number"
+        with_axes = f" for {first} of {self.tensors[first].shape_text}" if first else ""
+        words = f"{TensorSpec(axes).shape_text}{with_axes}" if axes else "a number"
         is_one_axis = len(axes) == 1 and axes[0] not in MANY
         for other, known in reversed(others):
             if known[:1] == axes and len(known) == 2 and is_one_axis:
@@ -151,7 +151,7 @@ def _one_element(tensor: Tensor) -> bool:
 
 
 def _dimensions(
-    entry: Entry, new: Sequence[str], without: str
+    entry: TensorSpec, new: Sequence[str], without: str
 ) -> tuple[Callable[[Tensor], bool], str]:
     """Whether a tensor has the dimensions of a line, and multiples where axes are `new`."""
     axes = entry.axes
@@ -165,7 +165,7 @@ def _dimensions(
             return False
         return not divisors or all(tensor.shape[dim] % divisor == 0 for dim, divisor in divisors)
 
-    return fits, f"be {entry.form}{without if divisors else ''}"
+    return fits, f"be {entry.shape_text}{without if divisors else ''}"
 
 
 def options_check(op: library.Op) -> Check:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..axes import COMPUTED_BY_FORWARD, Entry, Line, asked_by, lines, unnamed
+from ..axes import COMPUTED_BY_FORWARD, Line, TensorSpec, asked_by, lines, unnamed
 from . import checks
 from .arguments import Check, Names, arguments_check, options_check
 from .sizes import Shape, Sizes
@@ -141,7 +141,7 @@ def _is_off(option: Any) -> bool:
     return option is None or option is False
 
 
-def _allocation(names: Names, sizes: Sizes, entry: Entry, allocate: Allocation) -> Allocation:
+def _allocation(names: Names, sizes: Sizes, entry: TensorSpec, allocate: Allocation) -> Allocation:
     like = None if entry.reduced is not None else names.like(entry.axes)
     if like in names.needed:
         index = names.index[like]
@@ -150,7 +150,7 @@ def _allocation(names: Names, sizes: Sizes, entry: Entry, allocate: Allocation) 
     return lambda call, dtype: call[first].new_empty(shape(call), dtype=dtype, requires_grad=False)
 
 
-def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.dtype]:
+def _dtype(op: library.Op, names: Names, entry: TensorSpec) -> Callable[[Any], torch.dtype]:
     if entry.dtype in names.tensors:
         index = names.index[entry.dtype]
         return lambda call: call[index].dtype
