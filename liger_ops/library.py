@@ -179,7 +179,7 @@ def compose(function: Function) -> Function:
         refuse(args, kwargs)
         return function(*args, **kwargs)
 
-    # functorch's front key needs a kernel too: its fallback would raise, as no batching rule exists.
+    # functorch's front key needs a kernel: its fallback would raise, as there is no batching rule.
     for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         _COMPOSITES.impl(name, run, key)
     COMPOSED[name] = function
