@@ -67,10 +67,9 @@ def define(
     """Create the op `liger::<function name>` from its definition and return its public function.
 
     Args:
-        strides: which strides Inductor must give to the inputs. By default they are contiguous, so
-            that Inductor has the producer write them so, and the op copies nothing.
-            `needs_fixed_stride_order` is for kernels that read views, such as the halves of a
-            projection, which Inductor would otherwise copy. `needs_exact_strides` is for outputs
+        strides: which strides Inductor gives to the inputs: contiguous ones, which their producer
+            then writes; `needs_fixed_stride_order` for kernels that read views, such as the halves
+            of a projection, which Inductor would otherwise copy; `needs_exact_strides` for outputs
             that follow the strides of the inputs.
         returns: the names of the results in the schema.
         axes: the op's axes line (see `axes`), from which follow the checks, outputs and sharding
@@ -78,8 +77,8 @@ def define(
         dtype: the dtype of the results, by default that of the first tensor. "x+y" is the dtype of
             x + y, and "float32+x" is float32, or float64 if x is.
         options: argument -> the values that it accepts.
-        axes_of_call: for a line with a `?`, a function of a call and the line that returns the line
-            with the axes of this call, for the sharding rule.
+        axes_of_call: for a line with a `?`, a function of a call and the line that returns the
+            call's line, for the sharding rule.
 
     Keyword-only parameters of the definition are not in the schema: they are for callers of the
     definition. A backward op is differentiated through its definition.
@@ -111,15 +110,15 @@ def define(
 
 
 def forward(
-    form: str, **declaration: Any
+    form: str, **options: Any
 ) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
     """Create the op `<op>_forward`, which the composed op `<op>` calls, from a function of its
     call, and return its public function. `form` lists its arguments, as
-    `derived.forward_definition` describes; `declaration` are keyword arguments of `define`."""
+    `derived.forward_definition` describes; `options` are keyword arguments of `define`."""
 
     def decorate(function: Callable[[Any], Result]) -> Callable[..., Result]:
         public = COMPOSED[function.__name__.removesuffix("_forward")]
-        return define(**declaration)(derived.forward_definition(function, public, form))
+        return define(**options)(derived.forward_definition(function, public, form))
 
     return decorate
 
@@ -194,16 +193,13 @@ def _public(function: Function, overload: Any) -> Function:
         try:
             return overload(*args, **kwargs)
         except RuntimeError as error:
-            # In inference mode the Autograd kernel, which has DTensor's rules registered at the
-            # first DTensor, does not run: register them here, and try again.
+            # In inference mode the Autograd kernel, which registers DTensor's rules, does not run.
             if isinstance(error, NotImplementedError) and autograd.before_subclasses():
                 return public(*args, **kwargs)
-            # DTensor turns the TypeError or ValueError of the op's checks into a RuntimeError, with
-            # the placements in its message.
+            # DTensor makes a RuntimeError of what the op's checks raise, and adds the placements.
             if isinstance(error.__cause__, (TypeError, ValueError)):
                 raise type(error.__cause__)(str(error)) from error
-            # The dispatcher raises RuntimeError for an argument of a wrong type, and for an unknown
-            # one. Its messages are recognised by their start.
+            # The dispatcher's messages for an argument of a wrong type, or an unknown argument.
             text, name = str(error), f"{NAMESPACE}::{function.__name__}"
             if text.startswith((f"{name}() ", "Unknown keyword argument ")) and name in text:
                 raise TypeError(text) from None
@@ -229,11 +225,10 @@ def kernel(
     """Register a device's kernel of op `name`; if an argument is float64 or complex128 the
     definition runs instead.
 
-    The decorated function takes the call, the outputs that the op's fake allocated, and `plan`,
-    which is None except in tests. It is not called if every required tensor is empty (the outputs
-    are then filled with zeros), or if every output is None. With `allocates` it takes the call
-    alone, and returns the outputs. `module` is the name of the device code's module, if that is not
-    the function's.
+    The function takes the call, the outputs that the op's fake allocated, and `plan`, which is None
+    except in tests. It is not called if every required tensor is empty (the outputs are then filled
+    with zeros), or if every output is None. With `allocates` it takes the call alone, and returns
+    the outputs. `module` names the device code's module, if it is not the function's.
     """
 
     def decorate(function: Function) -> Function:
@@ -278,11 +273,8 @@ def import_kernels(device: str, package: str, path: list[str], replays: Any = No
     """Import every module of a device's package.
 
     The kernels are installed together, at the end: another thread must not run a kernel whose
-    module is still being imported.
-
-    `replays(run, arguments)`, if given, returns the function that runs in place of `run`, and takes
-    the call's arguments as a tuple. `run` checks a call and launches the op's kernel; `arguments`
-    are those of the op's schema.
+    module is still being imported. `run` checks a call and runs a kernel; `replays(run, arguments)`
+    returns a function of the tuple of a call's arguments, which runs in place of it.
     """
     import_modules(package, path)
     if replays is not None:
