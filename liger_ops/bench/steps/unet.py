@@ -1,4 +1,4 @@
-"""A UNet, as diffusion models have, with random images."""
+"""A UNet like those of diffusion models, with random images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .models import Batch, Made
 
-# The channels of each level, and the side of the images in pixels.
+# Shape -> the channels of each level, and the side of the images in pixels.
 UNETS = {"unet": ((320, 640, 1280), 128), "unet-tiny": ((32,), 8)}
 CHANNELS_LAST = "-channels-last"
 
