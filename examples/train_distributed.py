@@ -165,7 +165,7 @@ def prepare(model: Any, way: str, device: torch.device, options: argparse.Namesp
     if way == "fuse":
         liger_ops.fuse(model)
     if way == "liger":
-        # `fuse` takes loss and masks, which reach across layers, and the backend rewrites the layers.
+        # `fuse` takes loss and masks, across layers; the backend rewrites the layers.
         liger_ops.fuse(model, norms=False, activations=False, rope=False)
     how: dict[str, Any] = {}
     if way in ("liger", "backend"):

@@ -44,8 +44,8 @@ def as_text(report: dict[str, Any], ops: bool = False) -> str:
     devices = [
         f"{device_type}:{index} {device['name']}"
         + (f" ({device['capability']})" * bool(device["capability"]))
-        for device_type, found in report["devices"].items()
-        for index, device in enumerate(found)
+        for device_type, named in report["devices"].items()
+        for index, device in enumerate(named)
     ]
     kernels = [f"{device}: {len(ops)} of {count} ops" for device, ops in report["kernels"].items()]
     has_kernels = any(report["kernels"].get(device_type) for device_type in report["devices"])

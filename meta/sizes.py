@@ -26,7 +26,7 @@ class Sizes:
     """The sizes of axes, each read from the first tensor that has the axis."""
 
     def __init__(self, computed: Mapping[str, Shape]) -> None:
-        """`computed` has the sizes of axes that no tensor has."""
+        """Start with `computed`, the sizes of axes that no tensor has."""
         self.sources: dict[str, Slice | Shape] = dict(computed)
 
     def read(self, index: int, axes: Sequence[str]) -> list[str]:

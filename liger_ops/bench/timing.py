@@ -150,7 +150,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Effort:
-    """How often to time a call: `rounds` times, or fewer after `seconds` per provider."""
+    """The number of times that a call is timed: `rounds`, or fewer after `seconds` per provider."""
 
     rounds: int = 25
     seconds: float = 2.0

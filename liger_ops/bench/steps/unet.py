@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two blocks per level going down, and two on each level's concatenated result going up."""
+    """Two blocks per level going down, and block2 on each level's concatenated result going up."""
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         results = []
-        for one, two, halve in self.down:
-            x = two(one(x))
+        for block1, block2, halve in self.down:
+            x = block2(block1(x))
             results.append(x)
             x = halve(x)
         x = self.middle(x)
-        for (double, one, two), result in zip(self.up, reversed(results), strict=True):
+        for (double, block1, block2), result in zip(self.up, reversed(results), strict=True):
             x = double(F.interpolate(x, scale_factor=2.0))
-            x = two(one(torch.cat([x, result], 1)))
+            x = block2(block1(torch.cat([x, result], 1)))
         return self.last(F.silu(self.norm(x)))

@@ -19,7 +19,7 @@ Compute = Callable[[Op, Any, VocabShard], tuple[Any, ...]]
 
 
 class ShardedLoss(NamedTuple):
-    """How a loss is computed over a sharded vocabulary."""
+    """The computation of a loss over a sharded vocabulary."""
 
     # Compute the results of the op, and of its backward op.
     forward: Compute

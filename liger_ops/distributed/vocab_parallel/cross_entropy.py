@@ -128,8 +128,8 @@ class ChunkedLoss:
         self.head, wanted = Head.of_call(call), list(call.gradient_mask)
         self.size = loss_chunk_size(self.head, shard, wanted, call.chunk_bytes, call.accum_dtype)
         self.tokens = tokens.split(self.size)
-        given = (self.head, wanted, shard, self.size, call.accum_dtype)
-        self.gradients = gradients_of(*given, in_forward=True)
+        arguments = (self.head, wanted, shard, self.size, call.accum_dtype)
+        self.gradients = gradients_of(*arguments, in_forward=True)
 
     def statistics(self) -> TokenStatistics:
         """Compute the statistics of all tokens, and complete `self.gradients`."""

@@ -110,8 +110,8 @@ class TwoHeads:
         self.options = {name: getattr(call, f"student_{name}") for name in names}
 
     def gradients(self, wanted: list[bool], in_forward: bool) -> HeadGradients:
-        given = (self.student, wanted, self.shard, self.size, self.call.accum_dtype)
-        return gradients_of(*given, in_forward=in_forward)
+        arguments = (self.student, wanted, self.shard, self.size, self.call.accum_dtype)
+        return gradients_of(*arguments, in_forward=in_forward)
 
     def chunks(self) -> Iterator[StudentTeacherChunk]:
         heads, teachers = split(self.student, self.size), split(self.teacher, self.size)
@@ -155,12 +155,12 @@ class TwoHeads:
             lse, error, nll = (x.masked_fill(ignored, 0.0) for x in of_labels)
             nll = torch.where(chunk.labels.valid, nll, float("nan"))
             ranks = ranks[:, :-3]
-        found = divergence.combine_ranks(
+        results = divergence.combine_ranks(
             ranks.flatten(0, 1), self._divergence(chunk), self.shard.group
         )
-        none = torch.zeros_like(found.divergence)
+        none = torch.zeros_like(results.divergence)
         of_cross_entropy = [none if x is None else x for x in (lse, error)]
-        return chunk, torch.stack([*found, *of_cross_entropy]), nll
+        return chunk, torch.stack([*results, *of_cross_entropy]), nll
 
     def dlogits(self, chunk: StudentTeacherChunk, statistics: Tensor, upstream: Upstream) -> Tensor:
         """Compute the gradient of the chunk's logits from the gradients of each token's divergence
