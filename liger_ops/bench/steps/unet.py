@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two blocks per level going down, and block2 on each level's concatenated result going up."""
+    """Two blocks per level going down, and two on each level's concatenated result going up."""
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
