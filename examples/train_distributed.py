@@ -51,7 +51,7 @@ from liger_ops.bench.steps.models import BATCHES, config_of, text_batch
 from liger_ops.bench.steps.ranks import largest, ranks, say
 from liger_ops.bench.timing import Accelerator, consecutive
 
-# The words of the small one do not divide by the ranks.
+# The small model's vocabulary is not divisible by the ranks, so that their shards differ in size.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b-8-layers": {},
     "llama-3.2-1b": {},
@@ -59,14 +59,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 WAYS = ("eager", "fuse", "compile", "liger", "backend", "liger-kernel")
 COMPARED = 4
-# The ways round in different places.
+# The largest difference of a loss that passes, as the ways round in different places.
 BOUNDS = {"bf16": 2e-2, "float32": 1e-4}
 
 Loss = Callable[[dict[str, Tensor]], Tensor]
 
 
 def main() -> int:
-    options = parsed()
+    options = parse_arguments()
     with ranks() as mesh:
         if options.tp < 1 or mesh.size() % options.tp:
             raise SystemExit(f"--tp {options.tp} does not divide the {mesh.size()} ranks")
@@ -74,18 +74,18 @@ def main() -> int:
         options.shape = options.shape or ("llama-3.2-1b" if device.type == "cuda" else "tiny")
         first, failed = None, False
         for way in options.way:
-            losses, measured = trained(way, device, options)
+            losses, measured = train(way, device, options)
             first = first or losses
             bound = BOUNDS[options.precision]
             differ = any(abs(a - b) > bound for a, b in zip(losses, first, strict=True))
             failed |= differ
             numbers = " ".join(f"{loss:.5f}" for loss in losses)
-            what = f", not those of {options.way[0]}" if differ else ""
-            say(f"{way:13} losses {numbers}{what}{measured}")
+            note = f", not those of {options.way[0]}" if differ else ""
+            say(f"{way:13} losses {numbers}{note}{measured}")
     return int(failed)
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,11 +111,11 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def trained(way: str, device: torch.device, options: argparse.Namespace) -> tuple[list[float], str]:
-    """The losses of the first steps, and the time and memory as text."""
+def train(way: str, device: torch.device, options: argparse.Namespace) -> tuple[list[float], str]:
+    """Train a model; return the losses of the first steps, and the time and memory as text."""
     torch._dynamo.reset()
-    model, vocabulary = made(way, device, options)
-    loss_of = prepared(model, way, device, options)
+    model, vocabulary = build_model(way, device, options)
+    loss_of = prepare(model, way, device, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     # Every group of --tp ranks has its own rows, the same in each step.
     torch.manual_seed(1 + dist.get_rank() // options.tp)
@@ -141,7 +141,8 @@ def trained(way: str, device: torch.device, options: argparse.Namespace) -> tupl
     return losses, f"{text}, {largest(peak / 1024)[0]:.1f} GiB"
 
 
-def made(way: str, device: torch.device, options: argparse.Namespace) -> tuple[Any, int]:
+def build_model(way: str, device: torch.device, options: argparse.Namespace) -> tuple[Any, int]:
+    """Return a model with random weights, and the size of its vocabulary."""
     if way == "liger-kernel":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -159,12 +160,12 @@ def made(way: str, device: torch.device, options: argparse.Namespace) -> tuple[A
     return model.train(), config.vocab_size
 
 
-def prepared(model: Any, way: str, device: torch.device, options: argparse.Namespace) -> Loss:
+def prepare(model: Any, way: str, device: torch.device, options: argparse.Namespace) -> Loss:
     """Fuse, compile and distribute a model, and return its loss as a function of a batch."""
     if way == "fuse":
         liger_ops.fuse(model)
     if way == "liger":
-        # The loss and the masks, which reach across layers; the backend rewrites the layers.
+        # `fuse` takes loss and masks, across layers; the backend rewrites the layers.
         liger_ops.fuse(model, norms=False, activations=False, rope=False)
     how: dict[str, Any] = {}
     if way in ("liger", "backend"):
@@ -184,6 +185,7 @@ def prepared(model: Any, way: str, device: torch.device, options: argparse.Names
 
 
 def distributed(model: Any, device: torch.device, options: argparse.Namespace) -> nn.Module:
+    """Replicate the model by DDP, or shard it by FSDP2 and with --tp by tensor parallelism."""
     if options.parallel == "ddp":
         ids = [torch.cuda.current_device()] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
@@ -194,14 +196,15 @@ def distributed(model: Any, device: torch.device, options: argparse.Namespace) -
     mesh = dist.init_device_mesh(device.type, size, mesh_dim_names=("data", "tp"))
     if options.tp > 1:
         tensor_parallel(model, mesh["tp"])
-    # The head is in the model's own group, which stays gathered from the forward to the backward.
+    # The head belongs to the group of the root module, which stays gathered between the forward and
+    # the backward.
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh["data"], mp_policy=policy)
     return model
 
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Shard the products, and between them the tokens, in DTensors."""
+    """Shard the weights of the matrix products, and between products the tokens, as DTensors."""
     tokens = {"output_layouts": Shard(1), "use_local_output": False}
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **tokens),

@@ -50,7 +50,7 @@ PRESETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser, options = parsed(arguments)
+    parser, options = parse_arguments(arguments)
     batches = draw_batches(options, parser)
 
     model = build_model(options)
@@ -94,8 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     return reported(rows, checks, parser.prog)
 
 
-def parsed(arguments: list[str] | None) -> tuple[Parser, argparse.Namespace]:
-    """The parsed arguments, with all defaults filled in."""
+def parse_arguments(arguments: list[str] | None) -> tuple[Parser, argparse.Namespace]:
+    """Parse the arguments, and fill in all defaults."""
     parser = Parser(description=(__doc__ or "").split("\n\n")[2])
     parser.add_argument("--preset", choices=PRESETS, help="default: tiny on a CPU, else small")
     best = liger_ops.infer_device()
@@ -129,7 +129,7 @@ def parsed(arguments: list[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 
 def draw_batches(options: argparse.Namespace, parser: Parser) -> list[Tensor]:
-    """A batch per step, from random positions of the text. Files with a NUL byte are skipped."""
+    """Draw a batch per step from random positions of the text. Skip files with a NUL byte."""
     path, length = options.text, options.sequence_length
     try:
         files = filter(Path.is_file, sorted(path.iterdir())) if path.is_dir() else [path]
@@ -162,9 +162,10 @@ def loss_of(model: Callable[..., Any]) -> Loss:
     return lambda batch: model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
-def compiled(model: Any, door: str, backend: str) -> Loss:
-    """The loss of a model that is fused, or that the backend `liger` rewrites, compiled whole."""
-    if door == "fuse":
+def compiled(model: Any, entry_point: str, backend: str) -> Loss:
+    """Compile the loss of a model without a graph break: a fused model's by `backend`, or an
+    untouched model's by the backend `liger`, which rewrites it and passes it on to `backend`."""
+    if entry_point == "fuse":
         return loss_of(torch.compile(model, fullgraph=True, backend=backend))
     rewrites: Any = {"inner_backend": backend, "rewrites": "all"}
     # The logits are not returned, so that head and loss can become one op.
@@ -172,7 +173,7 @@ def compiled(model: Any, door: str, backend: str) -> Loss:
 
 
 def ops_of(loss: Loss, batch: Tensor) -> Counter[str]:
-    """The liger ops that a step runs."""
+    """Return the liger ops that a step runs."""
     for _ in range(2):
         # The first step compiles.
         ops, _ = profiled(lambda: loss(batch).backward(), batch.device.type)

@@ -1,4 +1,4 @@
-"""`python -m liger_ops` prints what this machine has, what works here, and the next command."""
+"""`python -m liger_ops`: print what this machine has, what works here, and the next command."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def as_text(report: dict[str, Any], ops: bool = False) -> str:
-    """Format the report of `environment.describe` as ten lines of text, and a table of ops."""
-    own, count = report["liger_ops"], len(report["ops"])
-    versions = [f"{name} {found or 'is missing'}" for name, found in report["versions"].items()]
+    """Format the report of `environment.describe` as ten lines of text, and with `ops` a table."""
+    package, count = report["liger_ops"], len(report["ops"])
+    versions = [f"{name} {number or 'is missing'}" for name, number in report["versions"].items()]
     toolkits = [
         f"{toolkit} {report[f'{toolkit}_of_torch']}"
         for toolkit in ("cuda", "hip")
         if report[f"{toolkit}_of_torch"]
     ]
     devices = [
-        f"{kind}:{index} {device['name']}"
+        f"{device_type}:{index} {device['name']}"
         + (f" ({device['capability']})" * bool(device["capability"]))
-        for kind, found in report["devices"].items()
-        for index, device in enumerate(found)
+        for device_type, named in report["devices"].items()
+        for index, device in enumerate(named)
     ]
     kernels = [f"{device}: {len(ops)} of {count} ops" for device, ops in report["kernels"].items()]
-    has_kernels = any(report["kernels"].get(kind) for kind in report["devices"])
+    has_kernels = any(report["kernels"].get(device_type) for device_type in report["devices"])
     facts = {
-        "liger_ops": f"{own['version']}, sources {own['sources']}, {own['folder']}",
+        "liger_ops": f"{package['version']}, sources {package['sources']}, {package['folder']}",
         "versions": ", ".join(versions),
         "platform": ", ".join([report["platform"], *toolkits]),
         "devices": ", ".join(devices),

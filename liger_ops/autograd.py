@@ -1,4 +1,4 @@
-"""The autograd formulas of ops, and the kernels above a device's: Autograd and Autocast."""
+"""Autograd formulas of ops, and their kernels for the dispatch keys Autograd and Autocast."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def _nothing() -> object:
     return None
 
 
-# Called before a tensor subclass or a mode is given a call, so that `distributed` can register the
-# rules of DTensor when they are needed, and not import DTensor before.
+# Called before a tensor subclass or a mode handles an op. `distributed` puts a function here that
+# registers the rules of DTensor at the first such call, as DTensor takes 0.7 s to import. It
+# returns whether anything was registered.
 before_subclasses: Callable[[], object] = _nothing
 
 
@@ -41,11 +42,13 @@ class Formula:
     """An op's autograd formula, derived from the schema of its backward op.
 
     The first arguments of the backward op are the gradients of the op's first results, each named
-    "d" and the result's name; the other results are not differentiable. Where these arguments may
-    be None, a result without a gradient has none, and otherwise zeros. The other arguments are
-    arguments of the op and results, which are saved, and `output_mask`, which says for each result
-    of the backward op whether it is needed. Its results are the gradients of the arguments that
-    they name, after "d", or without names of the first tensor arguments, in their order. No other
+    "d" and the result's name; the op's other results are not differentiable. If these arguments
+    may be None, a result without a gradient passes None, and otherwise zeros. The further arguments
+    have the names of the op's arguments and results, whose values the forward saves, and
+    `output_mask` says for each result of the backward op whether it is needed.
+
+    A result of the backward op is the gradient of the argument that it names after "d". If the
+    results have no names, they are the gradients of the first tensor arguments, in order. No other
     tensor argument may require a gradient.
     """
 
@@ -59,32 +62,36 @@ class Formula:
             results = [name.removeprefix("d") for name in names[: len(results)]]
         self.results = results
         self.count = sum(f"d{result}" in names for result in results)
-        # Autograd would fill zeros for results that have no gradient, too.
+        # With zeros, autograd would also allocate them for every result that is not differentiable.
         is_one_of_several = self.count == 1 and len(results) > 1
         self.may_be_none = is_one_of_several or str(gradient.schema.arguments[0].type) != "Tensor"
         saved = [a for a in gradient.schema.arguments[self.count :] if a.name != "output_mask"]
-        # Tensors first: the sort is stable.
+        # Tensors first, for `save`; the sort is stable.
         saved.sort(key=lambda argument: "Tensor" not in str(argument.type))
         self.saved_tensors = sum("Tensor" in str(argument.type) for argument in saved)
         self.saved_names = [argument.name for argument in saved]
-        # Later names count: an argument, where a result has its name.
+        # Inputs last: where an argument has a result's name, the argument is saved.
         positions = {name: i for i, name in enumerate((*results, *inputs))}
-        self.saved = _picker([positions[name] for name in self.saved_names])
-        at_hand = [*names[: self.count], *self.saved_names, "output_mask"]
-        self.given = _picker([at_hand.index(name) for name in names])
+        self.pick_saved = _picker([positions[name] for name in self.saved_names])
+        available = [*names[: self.count], *self.saved_names, "output_mask"]
+        self.pick_arguments = _picker([available.index(name) for name in names])
         returned = [result.name for result in gradient.schema.returns]
-        # What the names of the arguments with a gradient start with.
+        # "student_" if the result dx is the gradient of student_x.
         self.prefix, first = "", returned[0].removeprefix("d")
         if all(returned):
-            named = next(name for name in inputs if name.endswith(first))
-            self.prefix = named.removesuffix(first)
-            of = [inputs.index(f"{self.prefix}{name[1:]}") for name in returned]
+            argument = next(name for name in inputs if name.endswith(first))
+            self.prefix = argument.removesuffix(first)
+            differentiated = [inputs.index(f"{self.prefix}{name[1:]}") for name in returned]
         else:
-            of = tensors[: len(returned)]
-        self.wanted = _picker(of)
-        places = [of.index(i) if i in of else len(of) for i in range(max(of) + 1)]
-        self.gradients = _picker(places)
-        self.constants = [(i, inputs[i]) for i in tensors if i not in of]
+            differentiated = tensors[: len(returned)]
+        self.pick_mask = _picker(differentiated)
+        # The last index is that of the None that `backward` appends, for other arguments.
+        order = [
+            differentiated.index(i) if i in differentiated else len(differentiated)
+            for i in range(max(differentiated) + 1)
+        ]
+        self.pick_gradients = _picker(order)
+        self.constants = [(i, inputs[i]) for i in tensors if i not in differentiated]
 
     def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -96,10 +103,10 @@ class Formula:
             ctx.set_materialize_grads(False)
         if len(outputs) > self.count:
             ctx.mark_non_differentiable(*[x for x in outputs[self.count :] if x is not None])
-        self.save(ctx, self.saved((*outputs, *call)))
+        self.save(ctx, self.pick_saved((*outputs, *call)))
 
     def refusal(self, name: str) -> str:
-        """Why a tensor without a gradient must not require one."""
+        """Return the message for an argument that requires a gradient and has none."""
         return f"{name} must not require a gradient, which the loss does not give"
 
     def save(self, ctx: Any, values: Sequence[Any]) -> None:
@@ -108,11 +115,13 @@ class Formula:
         ctx.options = values[self.saved_tensors :]
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted, grads = list(self.wanted(ctx.needs)), grads[: self.count]
-        if self.may_be_none and (True not in wanted or not [x for x in grads if x is not None]):
+        mask, grads = list(self.pick_mask(ctx.needs)), grads[: self.count]
+        if self.may_be_none and (True not in mask or not [x for x in grads if x is not None]):
             return ()
-        found = self.run(ctx, self.given((*grads, *ctx.saved_tensors, *ctx.options, wanted)))
-        return self.gradients((*(found if isinstance(found, tuple) else (found,)), None))
+        result = self.run(
+            ctx, self.pick_arguments((*grads, *ctx.saved_tensors, *ctx.options, mask))
+        )
+        return self.pick_gradients((*(result if isinstance(result, tuple) else (result,)), None))
 
     def run(self, ctx: Any, values: tuple[Any, ...]) -> Any:
         """Call the backward op with these arguments."""
@@ -120,14 +129,14 @@ class Formula:
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that returns the values at these positions."""
+    """Return a function that returns the values at these positions as a tuple."""
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda values: tuple([values[i] for i in positions])
 
 
 def formula_of_definition(op: Op) -> tuple[Any, Any]:
-    """The formula that differentiates an op's definition, for double backward."""
+    """Return the formula that differentiates an op's definition, for double backward."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _save(ctx, inputs)
@@ -136,9 +145,9 @@ def formula_of_definition(op: Op) -> tuple[Any, Any]:
         wanted = [i for i, needed in enumerate(ctx.needs) if needed]
         inputs = _saved(ctx)
         result: list[Tensor | None] = [None] * len(inputs)
-        found = vector_jacobian(op.definition, inputs, wanted, grads)
-        for i, value in zip(wanted, found, strict=True):
-            result[i] = value
+        gradients = vector_jacobian(op.definition, inputs, wanted, grads)
+        for i, gradient in zip(wanted, gradients, strict=True):
+            result[i] = gradient
         return tuple(result)
 
     return backward, setup_context
@@ -148,17 +157,18 @@ def vector_jacobian(
     function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[int],
     grads: Sequence[Tensor | None],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients of the inputs at the indices `wanted`, from those of the function's first
-    results, each of which may be None. None for an input on which no such result depends.
+    """Compute the gradients of the inputs at the indices `wanted`, from `grads`, the gradients of
+    the function's first results, each of which may be None. The gradient is None for an input on
+    which no result with a gradient depends.
 
     It works within kernels, where autograd is off, and within `torch.func` transforms.
     """
 
     def run(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        given = list(inputs)
+        arguments = list(inputs)
         for i, tensor in zip(wanted, tensors, strict=True):
-            given[i] = tensor
-        outputs = function(*given)
+            arguments[i] = tensor
+        outputs = function(*arguments)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
             (output, grad.to(output.dtype))
@@ -170,60 +180,62 @@ def vector_jacobian(
     if not wanted or all(grad is None for grad in grads):
         return [None] * len(wanted)
     if are_functorch_transforms_active():
-        found: Any = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
-        _, pull_back, chosen = found
-        return pull_back(chosen)
+        vjp: Any = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
+        _, pull_back, cotangents = vjp
+        return pull_back(cotangents)
     # The tangents of forward-mode AD need a graph, too.
     keeps_graph = forward_ad._current_level >= 0 or (
         torch.is_grad_enabled()
         and any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *grads))
     )
-    # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
+    # inference_mode(False) also ends the exclusion of autograd's dispatch keys within a kernel.
     with torch.inference_mode(False), torch.enable_grad():
-        inputs = [_apart(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
+        inputs = [_cut_off(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
         tensors = [inputs[i] for i in wanted]
         for x in tensors:
             if not x.requires_grad:
                 x.requires_grad_()
-        outputs, chosen = run(*tensors)
-        there = [i for i, output in enumerate(outputs) if output.requires_grad]
-        if not there:
+        outputs, cotangents = run(*tensors)
+        dependent = [i for i, output in enumerate(outputs) if output.requires_grad]
+        if not dependent:
             return [None] * len(wanted)
-        # `inference_mode` turns autograd's threads on, and in a GPU's thread a trace is unknown.
+        # `inference_mode` turns autograd's threads on, but a GPU's thread does not know of a trace
+        # that this thread is in.
         with torch.autograd.set_multithreading_enabled(False):
             return torch.autograd.grad(
-                [outputs[i] for i in there],
+                [outputs[i] for i in dependent],
                 tensors,
-                [chosen[i] for i in there],
+                [cotangents[i] for i in dependent],
                 create_graph=keeps_graph,
                 allow_unused=True,
             )
 
 
 def is_differentiated() -> bool:
-    """Whether what is computed here may be differentiated again. Then a saved result that is not
-    differentiable, such as a pre-activation, is no constant, and has to be computed from inputs."""
+    """Return whether the current computation may itself be differentiated. Then a saved result that
+    is not differentiable, such as a pre-activation, must be computed again from the inputs: as a
+    constant it would lose their gradient."""
     has_tangents = forward_ad._current_level >= 0
     return torch.is_grad_enabled() or has_tangents or are_functorch_transforms_active()
 
 
-def _apart(x: Tensor, as_view: bool) -> Tensor:
-    """x without its graph, or a view in it, at which a gradient stops: one input may have been
-    computed from another."""
+def _cut_off(x: Tensor, as_view: bool) -> Tensor:
+    """Return x as a tensor of its own at which a gradient stops, although one input may have been
+    computed from another: detached, or with `as_view` as a view that keeps x's graph."""
     if x.is_inference():
         return x.clone()
     return x.view_as(x) if as_view else x.detach()
 
 
 def _save(ctx: Any, values: Sequence[Any]) -> None:
-    """Keep the arguments of a backward: tensors for autograd to save, the others as they are."""
+    """Save the arguments of a backward: tensors with `save_for_backward`, other values on ctx."""
     ctx.is_tensor = [isinstance(value, Tensor) for value in values]
     ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
     ctx.others = [None if isinstance(value, Tensor) else value for value in values]
 
 
 def _saved(ctx: Any) -> list[Any]:
-    """The values that `_save` kept, in their order."""
+    """Return the values that `_save` saved, in their order."""
     tensors = iter(ctx.saved_tensors)
     return [
         next(tensors) if is_tensor else other
@@ -232,7 +244,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 
 def below(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run without autograd, as the dispatcher runs a kernel."""
+    """Wrap a function to run below autograd, as the dispatcher runs a kernel."""
     if not has(*AUTOGRAD):
         return function
 
@@ -246,10 +258,10 @@ def below(function: Callable[..., Any]) -> Callable[..., Any]:
 def register(op: Op) -> None:
     """Register the op's formula with PyTorch, and an Autograd kernel in place of custom_op's.
 
-    custom_op's kernel refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a
-    zero tangent; this kernel sends both to the definition. It is faster too: rms_norm with device
-    kernels that do nothing takes 15 us of host time forward, and 65 us with its backward; with
-    custom_op's kernel 33 and 98 us.
+    custom_op's kernel refuses `torch.func.grad`, and under `jvp` or a dual level it returns a zero
+    tangent without an error; this kernel sends both to the definition. It is faster too: rms_norm
+    with device kernels that do nothing takes 15 us of host time for the forward, and 65 us with its
+    backward; with custom_op's kernel it takes 33 and 98 us.
     """
     library, overload = op.custom_op._lib, op.overload
     count = len(op.schema.arguments)
@@ -264,7 +276,8 @@ def register(op: Op) -> None:
         if op.backward is None:
             raise RuntimeError(f"{op.name}: there is no gradient of this op")
         ctx.needs = needs + nothing[len(needs) :]
-        # No gradients of the last arguments, and none of those that the dispatcher dropped.
+        # The formula may return fewer gradients than there are arguments, and the dispatcher drops
+        # trailing arguments that have their default value.
         return (op.backward(ctx, *grads) + nothing)[: len(needs)]
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -281,6 +294,9 @@ def register(op: Op) -> None:
         bits = keyset.raw_repr()
         entry = entries.get(bits)
         if entry is None:
+            # The first call with these keys. If the device's key is the only one below Autograd,
+            # its kernel is remembered for all keys of this call; anything else, such as a tensor
+            # subclass or a mode, goes through the dispatcher every time.
             keyset = keyset & after_autograd_keyset
             entry = entries.get(keyset.raw_repr())
             if entry is None:
@@ -304,7 +320,8 @@ def register(op: Op) -> None:
             return *gradients(ctx, ctx.needs_input_grad[:-1], grads), None
 
     Differentiated.__name__ = f"{op.name}_autograd"
-    # Skips what torch.autograd.Function does for `torch.func` transforms, which do not come here.
+    # The base class's `apply` without the part for `torch.func` transforms, which never come here:
+    # they run FuncTorchDynamicLayerFrontMode's kernel above.
     apply = super(torch.autograd.Function, Differentiated).apply
 
     def run(keyset: Any, *args: Any) -> Any:
@@ -315,7 +332,7 @@ def register(op: Op) -> None:
         return call(keyset, args)
 
     with warnings.catch_warnings():
-        # The registration replaces custom_op's own on purpose.
+        # It is meant to replace custom_op's kernel.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         run = without_dynamo(run)
         library.impl(op.name, run, "Autograd", with_keyset=True, allow_override=True)
@@ -324,7 +341,8 @@ def register(op: Op) -> None:
 def under_autocast(
     op: Op, key: str, convert: Callable[[Any], Any], keep: Collection[str] = ()
 ) -> None:
-    """Register the kernel for an Autocast key: it converts the arguments, but for those to keep."""
+    """Register the op's kernel for an Autocast key, which calls `convert` on every argument that is
+    not named in `keep`, and then runs the op without autocast."""
     excluded = DispatchKeySet(getattr(DispatchKey, key)) if has(*AUTOGRAD) else None
     names = [argument.name for argument in op.schema.arguments]
 
@@ -341,6 +359,7 @@ def under_autocast(
 
 
 def autocast_value(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a floating-point tensor to `dtype`, and return any other value unchanged."""
     # Like ATen's autocast, this does not cast float64.
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
         return value.to(dtype)

@@ -13,7 +13,7 @@ from .checkout import FOLDERS
 
 @functools.cache
 def package_hash() -> str:
-    """A hash of every source file of the package."""
+    """Return a hash of the names and contents of all source files of the package."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, *map(Path, FOLDERS.values())):
         for file in sorted(folder.rglob("*.py")):

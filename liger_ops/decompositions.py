@@ -1,4 +1,4 @@
-"""The ops as ATen's operators, for programs that leave for a process without liger_ops."""
+"""Decompositions of the ops into ATen's operators, for programs that run without liger_ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Table = dict[Any, Callable[..., Any]]
 
 
 def definitions() -> Table:
-    """Operator -> its definition, a function of ATen's operators without a write, of any sizes."""
+    """Return a dictionary: operator -> its definition, which calls ATen's operators, writes into no
+    argument, and takes any sizes."""
     ops = getattr(torch.ops, NAMESPACE)
     return {op.overload: op.definition for op in OPS.values()} | {
         getattr(ops, name).default: function for name, function in COMPOSED.items()
@@ -23,7 +24,8 @@ def definitions() -> Table:
 
 
 def decompositions() -> Table:
-    """A table for `run_decompositions`: PyTorch's default one, and a decomposition of every op.
+    """Return a table for `run_decompositions`: PyTorch's default one, with a decomposition of every
+    op.
 
         program = torch.export.export(model, (), batch, dynamic_shapes=shapes)
         program = program.run_decompositions(liger_ops.decompositions())
@@ -43,7 +45,7 @@ def decompositions() -> Table:
 
 
 def export_to_onnx() -> None:
-    """Let `torch.onnx.export(dynamo=True)` decompose the ops, which ONNX does not know."""
+    """Make `torch.onnx.export(dynamo=True)` decompose the ops, which ONNX does not know."""
     after_import("torch.onnx._internal.exporter._decomp", _extend_onnx)
 
 
@@ -51,6 +53,7 @@ def _extend_onnx(module: Any) -> None:
     from .torch_private import has, onnx_table
 
     def with_definitions(registered: Collection[Any]) -> Table:
+        # An op that the user registered with ONNX stays whole.
         ours = {op: run for op, run in definitions().items() if op not in registered}
         return onnx_table(registered) | ours
 

@@ -1,5 +1,7 @@
-"""Ops derived from others: the signatures of `<op>_forward` and `<op>_backward`, whose definitions
-take the call, and definitions of backward ops by autograd."""
+"""Derive the definitions of `<op>_forward` and `<op>_backward`: their signatures from a string form
+and the signature of `<op>`, and the computation of a backward op by autograd.
+
+A form lists arguments, and for a backward op "->" and results: "dy x weight eps -> dx dweight"."""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from .autograd import vector_jacobian
 from .schemas import MASKS, definition_of_call, hide_keyword_only
 
 Function = Callable[..., Any]
-# Lays out a gradient: given the gradient and its argument.
+# A function of a gradient and its argument that returns the gradient in the strides of the result.
 Layout = Callable[[Tensor, Tensor], Tensor]
-# Whether each gradient is computed: by the backward, and by the forward already.
+# The argument that says which gradients to compute: of a backward op, and of a forward op that
+# computes gradients.
 MASK, FORWARD_MASK = "output_mask", "gradient_mask"
 
 
@@ -27,13 +30,15 @@ def contiguous(gradient: Tensor, argument: Tensor) -> Tensor:
 
 
 def forward_definition(function: Function, public: Function, form: str) -> Function:
-    """The definition of `<op>_forward`, from a function of its call.
+    """Make the definition of `<op>_forward` from a function of its call; `public` is the function
+    `<op>`.
 
-    `form` lists the arguments: "..." are those of the public op that it does not name, and "-"
-    leaves one out. Of the others, `return_<result>` asks for a result, `gradient_mask` for the
-    gradients of a head's five tensors, and the rest are optional tensors.
+    `form` lists the arguments. "..." stands for the arguments of `public` that the form does not
+    name, and "-name" leaves one out. Names that `public` does not have are new arguments:
+    `return_<result>` asks for a result, `gradient_mask` for the gradients of a head's five tensors,
+    and any other is an optional tensor.
     """
-    known = _parameters(public)
+    public_parameters = _parameters(public)
 
     def added(name: str) -> Parameter:
         if name.startswith("return_"):
@@ -42,8 +47,8 @@ def forward_definition(function: Function, public: Function, form: str) -> Funct
             return _parameter(name, MASKS[2], (False,) * 5)
         return _parameter(name, Tensor | None, None)
 
-    parameters = _listed(form, known, list(known), added)
-    inherited = ", ".join(name for name in parameters if name in known)
+    parameters = _expand(form, public_parameters, list(public_parameters), added)
+    inherited = ", ".join(name for name in parameters if name in public_parameters)
     text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:")
     text += "" if "\nArgs:" in text else "\n\nArgs:"
     text = text.replace("\nArgs:", f"\nArgs:\n    {inherited}: as for `{public.__name__}`.", 1)
@@ -52,64 +57,70 @@ def forward_definition(function: Function, public: Function, form: str) -> Funct
 
 
 def backward_definition(op: str, function: Function, form: str, forward: Function) -> Function:
-    """The definition of `<op>_backward`, from a function of its call; `forward` is the definition
-    of the op.
+    """Make the definition of `<op>_backward` from a function of its call; `forward` is the
+    definition of the op.
 
-    `form` is "arguments -> results". The arguments are the gradients of the op's results; then its
-    arguments and results, by their names, of which "..." are the options that are not named; and
-    `output_mask`, which says for each result whether it is computed. The name of a result is "d"
-    and the op's argument. "?" marks a tensor that may be None, "=" one that is None by default.
+    `form` is "arguments -> results". The arguments are the gradients of the op's results; arguments
+    and results of the op by their names, where "..." stands for the op's options (its arguments
+    that are not tensors) that the form does not name; and `output_mask`, which says for each
+    gradient whether it is computed. The results are named "d<argument>". "name?" is a tensor that
+    may be None, and "name=" one that is None by default.
     """
-    given, count, results = _of_backward(form, forward)
-    result = tuple[(Tensor | None,) * len(results)] if MASK in given else Tensor  # type: ignore[misc]
+    parameters, count, results = _parse_backward(form, forward)
+    result = tuple[(Tensor | None,) * len(results)] if MASK in parameters else Tensor  # type: ignore[misc]
     function.__name__ = function.__qualname__ = f"{op.removesuffix('_forward')}_backward"
     function.__doc__ = inspect.cleandoc(function.__doc__ or "") + _sections(
-        op, list(given), count, results
+        op, list(parameters), count, results
     )
-    return definition_of_call(function, given, result)
+    return definition_of_call(function, parameters, result)
 
 
 def gradient_by_autograd(function: Function, form: str, layout: Layout = contiguous) -> Function:
-    """The gradient of `function`, from a call of its backward op: by autograd, in float32, and
-    rounded once. Keyword arguments go on to the function."""
-    given, count, results = _of_backward(form, function)
+    """Make the function of a backward op's call that computes the gradients of `function` by
+    autograd, in float32, and rounds them once. Its keyword arguments are passed to `function`."""
+    backward_parameters, count, results = _parse_backward(form, function)
     parameters = _parameters(function)
     names = list(parameters)
-    defaults = {name: parameters[name].default for name in names if name not in given}
-    places = [names.index(result.removeprefix("d")) for result in results]
+    # The backward op has no argument for what the gradients do not depend on.
+    defaults = {name: parameters[name].default for name in names if name not in backward_parameters}
+    positions = [names.index(result.removeprefix("d")) for result in results]
 
     def gradient(call: Any, **options: Any) -> Any:
-        values = dict(zip(given, call, strict=True), **defaults)
+        values = dict(zip(backward_parameters, call, strict=True), **defaults)
         arguments = [values[name] for name in names]
         mask = values.get(MASK, [True])
         wanted = [
-            i for i, needed in zip(places, mask, strict=True) if needed and arguments[i] is not None
+            i
+            for i, needed in zip(positions, mask, strict=True)
+            if needed and arguments[i] is not None
         ]
         wide = [_widened(argument) for argument in arguments]
-        found = vector_jacobian(partial(function, **options), wide, wanted, call[:count])
-        gradients = dict.fromkeys(places)
-        for i, gradient in zip(wanted, found, strict=True):
+        computed = vector_jacobian(partial(function, **options), wide, wanted, call[:count])
+        gradients = dict.fromkeys(positions)
+        for i, gradient in zip(wanted, computed, strict=True):
             argument = arguments[i]
             if gradient is None:
                 gradient = torch.zeros_like(argument)
-            # A copy: autograd may return an incoming gradient, or a tensor for two arguments.
+            # A copy, as no result of an op may alias an argument or another result: autograd may
+            # return an incoming gradient, or one tensor for two arguments.
             gradients[i] = layout(gradient.to(argument.dtype, copy=True), argument)
-        return tuple(gradients.values()) if MASK in given else gradients[places[0]]
+        return tuple(gradients.values()) if MASK in backward_parameters else gradients[positions[0]]
 
     gradient.__module__ = function.__module__
-    gradient.__doc__ = "Autograd of the op's definition, in float32, rounded once."
+    gradient.__doc__ = "Differentiate the op's definition by autograd, in float32, rounded once."
     return gradient
 
 
-def _of_backward(form: str, function: Function) -> tuple[dict[str, Parameter], int, list[str]]:
-    """The parameters of a backward op, how many of them are gradients, and the names of its
-    results."""
-    given, results = form.split(" -> ")
-    known = {name: _parameter(name, p.annotation) for name, p in _parameters(function).items()}
+def _parse_backward(form: str, function: Function) -> tuple[dict[str, Parameter], int, list[str]]:
+    """Return the parameters of a backward op, the number of incoming gradients among them, and the
+    names of the op's results. `function` is the definition of the forward op."""
+    listed, results = form.split(" -> ")
+    # Without defaults: a backward op is called with every argument.
+    forward = {name: _parameter(name, p.annotation) for name, p in _parameters(function).items()}
     tensors_and_masks = (Tensor, Tensor | None, MASKS[2])
     options = [
         name
-        for name, p in known.items()
+        for name, p in forward.items()
         if p.annotation not in tensors_and_masks and not name.startswith("return_")
     ]
 
@@ -120,14 +131,15 @@ def _of_backward(form: str, function: Function) -> tuple[dict[str, Parameter], i
         hint = Tensor if name == token else Tensor | None
         return _parameter(name, hint, None if "=" in token else Parameter.empty)
 
-    parameters = _listed(given, known, options, added)
-    count = next(i for i, n in enumerate(parameters) if n in known or not n.startswith("d"))
+    parameters = _expand(listed, forward, options, added)
+    # An argument of the forward op may start with "d" itself, such as `down` or `dilation`.
+    count = next(i for i, n in enumerate(parameters) if n in forward or not n.startswith("d"))
     return parameters, count, results.split()
 
 
 @cache
 def _parameters(function: Function) -> dict[str, Parameter]:
-    """The parameters of a definition, with the types of its annotations."""
+    """Return the parameters of a definition, with evaluated annotations."""
     hide_keyword_only(function)
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters
@@ -139,24 +151,26 @@ def _parameter(name: str, hint: Any, default: Any = Parameter.empty) -> Paramete
     return Parameter(name, kind, annotation=hint, default=default)
 
 
-def _listed(
-    form: str, known: dict[str, Parameter], rest: list[str], added: Callable[[str], Parameter]
+def _expand(
+    form: str, base: dict[str, Parameter], rest: list[str], added: Callable[[str], Parameter]
 ) -> dict[str, Parameter]:
-    """The parameters that a form lists: known ones, the rest of them for "...", and added ones."""
+    """Return the parameters that a form lists. A token of the form is the name of a parameter in
+    `base`, "..." for those of `rest` that the form does not name, "-name" to leave one out, or is
+    passed to `added`, which makes a new parameter."""
     tokens = form.split()
     named = {token.strip("-?=") for token in tokens}
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for token in tokens:
         if token == "...":
-            found += [known[name] for name in rest if name not in named]
+            parameters += [base[name] for name in rest if name not in named]
         elif not token.startswith("-"):
-            found.append(known[token] if token in known else added(token))
-    return {parameter.name: parameter for parameter in found}
+            parameters.append(base[token] if token in base else added(token))
+    return {parameter.name: parameter for parameter in parameters}
 
 
-def _sections(op: str, given: list[str], count: int, results: list[str]) -> str:
-    """The sections of a backward op's documentation."""
-    names = [name for name in given if name != MASK]
+def _sections(op: str, args: list[str], count: int, results: list[str]) -> str:
+    """Write the sections of a backward op's documentation."""
+    names = [name for name in args if name != MASK]
     listed, public = ", ".join(results), op.removesuffix("_forward")
     of = ", ".join(result.removeprefix("d") for result in results)
     mask = f"\n    {MASK}: whether each of {listed} is computed and allocated."
@@ -164,11 +178,11 @@ def _sections(op: str, given: list[str], count: int, results: list[str]) -> str:
 
 Args:
     {", ".join(names[:count])}: the gradients of the results, of their shapes, any strides.
-    {", ".join(names[count:])}: as given to `{op}`, or its results.{mask if MASK in given else ""}
+    {", ".join(names[count:])}: as given to `{op}`, or its results.{mask if MASK in args else ""}
 
 Returns:
-    {listed}: dense, of the shapes and dtypes of {of}; None where the argument is, or {MASK} leaves
-        it out.
+    {listed}: dense, of the shapes and dtypes of {of}; None where the argument is None, or {MASK}
+        leaves it out.
 
 Raises:
     TypeError, ValueError: as `{public}`; or a gradient does not have the shape of its result.
@@ -176,6 +190,7 @@ Raises:
 
 
 def _widened(value: Any) -> Any:
-    """A floating-point tensor in the dtype of the arithmetic: float32, unless it is float64."""
+    """Return a floating-point tensor in the dtype of the arithmetic: float32, or float64 if it is
+    float64. Other values are returned unchanged."""
     is_narrow = isinstance(value, Tensor) and value.is_floating_point()
     return value.float() if is_narrow and value.dtype is not torch.float64 else value

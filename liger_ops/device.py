@@ -1,4 +1,4 @@
-"""The best device of this machine."""
+"""The device type that scripts use on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PREFERENCE = ("cuda", "npu", "xpu")
 
 
 def infer_device() -> str:
-    """The first of "cuda", "npu" and "xpu" that this machine has and PyTorch can use, else "cpu".
+    """Return the first of "cuda", "npu" and "xpu" that PyTorch can use on this machine, or "cpu".
 
     It is for scripts that choose a device. The ops do not call it: an op runs on its tensors'
     device.

@@ -1,4 +1,4 @@
-"""The facts of a machine for a bug report: versions, devices, and the implementation of each op."""
+"""A description of the machine for bug reports: versions, devices, and each op's implementation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def describe() -> dict[str, Any]:
     # This comes first: it imports torch_npu, if installed, which defines torch.npu.
     best, problem = _best_device()
     devices = {"cpu": [_cpu()]}
-    for kind in PREFERENCE:
-        found = _accelerators(kind)
-        if found:
-            devices[kind] = found
+    for device_type in PREFERENCE:
+        accelerators = _accelerators(device_type)
+        if accelerators:
+            devices[device_type] = accelerators
     return {
         "liger_ops": {
             "version": __version__,
@@ -77,12 +77,12 @@ def _cpu() -> dict[str, str | None]:
     return {"name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
 
 
-def _accelerators(kind: str) -> list[dict[str, str | None]]:
-    module: Any = getattr(torch, kind, None)
+def _accelerators(device_type: str) -> list[dict[str, str | None]]:
+    module: Any = getattr(torch, device_type, None)
     if module is None or not module.is_available():
         return []
     # CUDA's and XPU's modules are PyTorch's own; a vendor's module may lack these functions.
-    name = getattr(module, "get_device_name", lambda index: kind)
+    name = getattr(module, "get_device_name", lambda index: device_type)
     capability = getattr(module, "get_device_capability", lambda index: None)
     return [
         {"name": name(index), "capability": _dotted(capability(index))}

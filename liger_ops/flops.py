@@ -1,4 +1,4 @@
-"""FLOPs of the ops for `torch.utils.flop_counter`, by default those of their definitions."""
+"""Count the FLOPs of the ops in `torch.utils.flop_counter`, by default those of the definitions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .torch_private import after_import
 
 
 def count_flops() -> None:
-    """Let FlopCounterMode count every op; it counts nothing for an op without a formula.
+    """Register a formula of every op with FlopCounterMode, which counts nothing for other ops.
 
-    A loss with its head that recomputes its logits in the backward counts these products too, as
-    FlopCounterMode does for a recomputed part of a model.
+    The backward of a loss with its head may recompute the logits; these products are counted too,
+    as FlopCounterMode counts those of a checkpoint.
 
-    PyTorch's counter imports Triton, and so is not imported here: its formulas are registered when
-    somebody imports it.
+    PyTorch's counter imports Triton, and so is not imported here: the formulas are registered when
+    another module imports it.
     """
     after_import("torch.utils.flop_counter", _register_formulas)
 
@@ -38,7 +38,7 @@ def _formula(op: Op) -> Callable[..., int]:
 
         if op.flops is not None:
             return op.flops(op.arguments(*args, **kwargs))
-        # Tensors on the device "meta" have shapes and no data, so that nothing is computed.
+        # Tensors on the device "meta" have shapes and no data: the definition computes nothing.
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
         with FlopCounterMode(display=False) as counter:
             op.definition(*args, **kwargs)

@@ -1,12 +1,12 @@
-"""What Inductor makes of an op: a call, where the op has a kernel, or else code for its definition.
+"""Lowering of ops in Inductor: a call of an op that has a kernel, generated code for any other.
 
-The graphs of Dynamo and AOTAutograd hold every op whole. After the partition into forward and
+The graphs of Dynamo and AOTAutograd hold every op as one node. After the partition into forward and
 backward, an op whose definition would run is replaced by the operators of that definition, which
 Inductor compiles and fuses with their neighbours.
 
-A package of AOTInductor runs where liger_ops is not imported. An op with a kernel is replaced by
-what its host code does there: allocations, PyTorch's operators, and launches of Triton kernels,
-which Inductor embeds into the package.
+A package of AOTInductor runs where liger_ops is not imported. In it, an op with a kernel is
+replaced by the operations of its host code: allocations, PyTorch's operators, and launches of
+Triton kernels, which Inductor embeds into the package.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from . import library
 from .record import Op
 from .torch_private import after_import, has
 
-# A definition of more nodes, such as a loss in more than about 20 chunks, is left a call: Inductor
-# would take minutes, and the products take longer than what would be fused.
+# An op whose definition has more nodes, such as a loss in more than about 20 chunks, remains a
+# call: Inductor would take minutes to compile it, and its matrix products take longer than all that
+# could be fused.
 MOST_NODES = 1500
 
 _STRIDES = {
@@ -38,7 +39,7 @@ _STRIDES = {
 
 
 def register_with_inductor() -> None:
-    """Register every op with Inductor, when it is imported."""
+    """Register every op with Inductor, now or when Inductor is imported."""
     after_import("torch._inductor.lowering", _declare_ops)
     after_import("torch._inductor.fx_passes.post_grad", _replace_definitions)
 
@@ -58,7 +59,7 @@ def _declare_ops(lowering: Any) -> None:
 
 
 def _replace_definitions(post_grad: Any) -> None:
-    """Let Inductor replace each op that runs its definition."""
+    """Register a pattern with Inductor for each op: a call of it that is to be replaced."""
     if not has("inductor_patterns"):
         return
     from .torch_private import inductor_patterns
@@ -72,19 +73,20 @@ def _replace_definitions(post_grad: Any) -> None:
 
 
 def _is_replaced(op: Op, match: Any) -> bool:
-    """Whether the call is for a package, or the definition runs and can be traced: not for sizes
-    that only the data gives, of which it may ask whether they fit a chunk."""
+    """Return whether a call is to be replaced: in a package every call, and elsewhere a call that
+    runs the definition, unless a size depends on data. A definition may compare a size with that
+    of a chunk, which a trace cannot answer for such a size."""
     from .torch_private import inductor_state
 
     nodes = match.output_node().all_input_nodes
     values = [node.meta["val"] for node in nodes]
     return inductor_state.aot_compilation or not (
-        _has_sizes_of_data(nodes) or _has_kernel(op, values)
+        _has_data_dependent_sizes(nodes) or _has_kernel(op, values)
     )
 
 
-def _has_sizes_of_data(nodes: Iterable[fx.Node]) -> bool:
-    """Whether a value of these nodes is, or has, a size that only the data gives."""
+def _has_data_dependent_sizes(nodes: Iterable[fx.Node]) -> bool:
+    """Return whether the value of a node is, or has, a size that depends on data."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return any(free_unbacked_symbols(node.meta.get("val")) for node in nodes)
@@ -97,7 +99,8 @@ def _has_kernel(op: Op, values: Sequence[Any]) -> bool:
 
 
 def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace a call of `op` by the operators of its definition or of its kernel's host code."""
+    """Replace a call of `op` by the operators of its definition, or in a package by those of its
+    kernel's host code, if it has a kernel that can be traced."""
     from .torch_private import inductor_state
 
     call = tuple(op.arguments(*args, **kwargs))
@@ -107,22 +110,23 @@ def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:
 
     def replace(function: Callable[..., Any], trace: Callable[..., fx.GraphModule]) -> None:
         def run(*values: Any) -> Any:
-            given = iter(values)
-            return function(*pytree.tree_map_only(fx.Node, lambda _: next(given), call))
+            inputs = iter(values)
+            return function(*pytree.tree_map_only(fx.Node, lambda _: next(inputs), call))
 
-        # The graph has the casts of autocast, under which this may be called.
+        # The graph already has the casts of autocast, which may be on while Inductor compiles.
         with torch.no_grad(), torch.autocast(device, enabled=False):
             match.replace_by_example(run, nodes, trace)
 
     if not inductor_state.aot_compilation:
-        with contextlib.suppress(_LeftWhole):
-            replace(op.definition, _traced_briefly)
+        with contextlib.suppress(_NotReplaced):
+            replace(op.definition, _traced_if_short)
         return
     if _has_kernel(op, values):
         try:
             replace(op.kernels[device], functools.partial(_traced_launches, device))
             return
         except Exception as error:
+            # For example a grid that depends on a dynamic size: the package is correct without.
             _warn(f"the definition of {op.name} instead of its kernel", error)
     try:
         replace(op.definition, _traced)
@@ -130,13 +134,13 @@ def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:
         _warn(f"a call of {op.name}, for which the package needs liger_ops", error)
 
 
-def _warn(what: str, error: Exception) -> None:
+def _warn(content: str, error: Exception) -> None:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    warnings.warn(f"liger_ops: AOTInductor's package has {what}: {reason}", stacklevel=2)
+    warnings.warn(f"liger_ops: AOTInductor's package has {content}: {reason}", stacklevel=2)
 
 
-class _LeftWhole(Exception):
-    pass
+class _NotReplaced(Exception):
+    """Raised by a trace for an op that is to remain a call."""
 
 
 def _traced(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
@@ -146,19 +150,19 @@ def _traced(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModu
     return module
 
 
-def _traced_briefly(definition: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    """The graph of the definition, unless it is long or reads data, as that of experts does: not
-    every graph may read data, and Inductor fails at gradients of sizes that were read (torch 2.13).
-    """
+def _traced_if_short(definition: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+    """Trace the definition; raise _NotReplaced if its graph is long or reads data, as that of
+    experts does: reading data is not allowed in every graph, and Inductor fails at gradients whose
+    sizes were read (torch 2.13)."""
     from .torch_private import DataDependentOutputException
 
     try:
         module = _traced(definition, values)
     except DataDependentOutputException:
-        raise _LeftWhole from None
+        raise _NotReplaced from None
     nodes = module.graph.nodes
-    if len(nodes) > MOST_NODES or _has_sizes_of_data(nodes):
-        raise _LeftWhole
+    if len(nodes) > MOST_NODES or _has_data_dependent_sizes(nodes):
+        raise _NotReplaced
     return module
 
 
@@ -180,8 +184,8 @@ def _traced_launches(
 
 @contextlib.contextmanager
 def _no_new_guards(shape_env: Any) -> Iterator[None]:
-    """Raise where host code asks a question about a dynamic size, whose answer at the size at hand
-    would hold for all sizes of the package."""
+    """Make `shape_env` raise if host code branches on a dynamic size: a package would take the
+    branch of the example's size for every size."""
 
     from .torch_private import check_frozen
 

@@ -1,18 +1,18 @@
-"""Registration: with `autograd`, the only place of the project that calls `torch.library`.
+"""Registration of ops. Only this module and `autograd` call `torch.library`.
 
 An op is one `Op` record. `define` creates it from its definition in plain PyTorch, whose signature
 is the op's schema. `fake` adds the argument checks and output allocation, `kernel` a device's
 kernel, `gradient` its autograd formula. `compose` creates an op that calls other ops.
 
-Fakes and kernels are given the arguments as one named tuple, `call`, with the schema's names and
-the defaults filled in.
+Fakes and kernels take the arguments as one named tuple, `call`, with the schema's names and the
+defaults filled in.
 
-Which code runs an op:
+An op runs
   * on a device with a kernel: that kernel, except for float64 and complex128;
   * on any other device, and for these two dtypes: the checks, then the definition;
   * under `torch.func` transforms and forward-mode AD: the definition, which PyTorch differentiates
-    and batches itself, so that no tangent is lost at an opaque kernel;
-  * in a double backward: a backward op is differentiated through its definition.
+    and batches itself, as an opaque kernel would lose the tangent;
+  * in a double backward: the backward op's definition, which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -66,19 +66,22 @@ def define(
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
-    `strides` tells Inductor which strides the inputs need. By default inputs are contiguous, which
-    lets the producer write them so, instead of a copy in the op. `needs_fixed_stride_order` is for
-    kernels that read views, such as the halves of a projection, which Inductor would otherwise
-    copy. `needs_exact_strides` is for outputs that follow the strides of the inputs.
-
-    `returns` are the names of the results in the schema. `axes` is the op's line (see `axes`), from
-    which follow its checks, outputs and sharding rule, and those of its backward; where it has a
-    `?`, `axes_of_call` gives a call's line to the sharding rule. `dtype` is that of the results, by
-    default the first tensor's: "x+y" is that of x + y, and "float32+x" is float32, or float64 if x
-    is. `options` are the values that arguments may have.
+    Args:
+        strides: which strides Inductor gives to the inputs: contiguous ones, which their producer
+            then writes; `needs_fixed_stride_order` for kernels that read views, such as the halves
+            of a projection, which Inductor would otherwise copy; `needs_exact_strides` for outputs
+            that follow the strides of the inputs.
+        returns: the names of the results in the schema.
+        axes: the op's axes line (see `axes`), from which follow the checks, outputs and sharding
+            rules of the op and its backward op.
+        dtype: the dtype of the results, by default that of the first tensor. "x+y" is the dtype of
+            x + y, and "float32+x" is float32, or float64 if x is.
+        options: argument -> the values that it accepts.
+        axes_of_call: for a line with a `?`, a function of a call and the line that returns the
+            call's line, for the sharding rule.
 
     Keyword-only parameters of the definition are not in the schema: they are for callers of the
-    definition. The gradient of a backward op is that of its definition.
+    definition. A backward op is differentiated through its definition.
     """
 
     def decorate(definition: Function) -> Function:
@@ -95,8 +98,8 @@ def define(
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        given = (strides, axes, dtype, options or {}, axes_of_call)
-        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, *given)
+        declaration = (strides, axes, dtype, options or {}, axes_of_call)
+        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, *declaration)
         autograd.register(op)
         refuse_nested(op)
         if name.endswith("_backward"):
@@ -106,14 +109,16 @@ def define(
     return decorate
 
 
-def forward(form: str, **given: Any) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
+def forward(
+    form: str, **options: Any
+) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
     """Create the op `<op>_forward`, which the composed op `<op>` calls, from a function of its
-    call, and return its public function. Its arguments are those of `<op>`, as
-    `derived.forward_definition` describes; the other options are those of `define`."""
+    call, and return its public function. `form` lists its arguments, as
+    `derived.forward_definition` describes; `options` are keyword arguments of `define`."""
 
     def decorate(function: Callable[[Any], Result]) -> Callable[..., Result]:
         public = COMPOSED[function.__name__.removesuffix("_forward")]
-        return define(**given)(derived.forward_definition(function, public, form))
+        return define(**options)(derived.forward_definition(function, public, form))
 
     return decorate
 
@@ -140,20 +145,21 @@ def derive_backward(
     name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
     layout: derived.Layout = derived.contiguous,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Create the op `<name>_backward` as `backward` does. Its definition is autograd of `function`,
+    """Create the op `<name>_backward` as `backward` does. Its definition differentiates `function`,
     by default the op's definition, as `derived.gradient_by_autograd` describes."""
     by_autograd = derived.gradient_by_autograd(function or OPS[name].definition, form, layout)
     return backward(name, form, returns)(by_autograd)
 
 
 def declared(op: Op) -> Op:
-    """The op whose axes, dtype and options are an op's: a backward op has those of its forward."""
+    """Return the op that was defined with an op's axes, dtype and options: for a backward op, its
+    forward op, and otherwise the op itself."""
     base = op.name.removesuffix("_backward")
     return OPS.get(base) or OPS.get(f"{base}_forward") or op
 
 
 def tensor_names(op: Op) -> list[str]:
-    """The names of the arguments that are tensors, or may be."""
+    """Return the names of an op's arguments that are tensors, optional tensors or lists of them."""
     return [argument.name for argument in op.schema.arguments if "Tensor" in str(argument.type)]
 
 
@@ -172,7 +178,7 @@ def compose(function: Function) -> Function:
         refuse(args, kwargs)
         return function(*args, **kwargs)
 
-    # functorch's front key has its own fallback, which would raise because of no batching rule.
+    # functorch's front key needs a kernel: its fallback would raise, as there is no batching rule.
     for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         _COMPOSITES.impl(name, run, key)
     COMPOSED[name] = function
@@ -180,21 +186,20 @@ def compose(function: Function) -> Function:
 
 
 def _public(function: Function, overload: Any) -> Function:
-    """The op as its module exports it: the overload with the function's documentation."""
+    """Return the op's public function, which calls the overload and is documented as `function`."""
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         try:
             return overload(*args, **kwargs)
         except RuntimeError as error:
-            # In inference mode a DTensor does not come to the Autograd kernel, which would have
-            # had its rules registered.
+            # In inference mode the Autograd kernel, which registers DTensor's rules, does not run.
             if isinstance(error, NotImplementedError) and autograd.before_subclasses():
                 return public(*args, **kwargs)
             # DTensor makes a RuntimeError of what the op's checks raise, and adds the placements.
             if isinstance(error.__cause__, (TypeError, ValueError)):
                 raise type(error.__cause__)(str(error)) from error
-            # The dispatcher's messages for an argument of the wrong type or an unknown argument.
+            # The dispatcher's messages for an argument of a wrong type, or an unknown argument.
             text, name = str(error), f"{NAMESPACE}::{function.__name__}"
             if text.startswith((f"{name}() ", "Unknown keyword argument ")) and name in text:
                 raise TypeError(text) from None
@@ -220,38 +225,38 @@ def kernel(
     """Register a device's kernel of op `name`; if an argument is float64 or complex128 the
     definition runs instead.
 
-    The function is given the call, the outputs that the op's fake allocated, and `plan`, which is
-    None except in tests. It is not called if every required tensor is empty (the outputs are then
-    filled with zeros), or if no output is wanted. With `allocates` it is given the call alone, and
-    returns the outputs. `module` names the device code's module, if it is not the function's.
+    The function takes the call, the outputs that the op's fake allocated, and `plan`, which is None
+    except in tests. It is not called if every required tensor is empty (the outputs are then filled
+    with zeros), or if every output is None. With `allocates` it takes the call alone, and returns
+    the outputs. `module` names the device code's module, if it is not the function's.
     """
 
     def decorate(function: Function) -> Function:
         if device not in OPS[name].kernels:
             _run_on_device(OPS[name], device)
-        given = (function, allocates, module or function.__module__)
+        implementation = (function, allocates, module or function.__module__)
         if device in _LATE:
-            _LATE[device][name] = given
+            _LATE[device][name] = implementation
         else:
-            OPS[name].install[device](*given)
+            OPS[name].install[device](*implementation)
         return function
 
     return decorate
 
 
-# Device -> op -> its kernel, while the device's folder is being imported.
+# Device -> op -> the arguments of `install`, until all kernels of the device have been imported.
 _LATE: dict[str, dict[str, tuple[Callable[..., Any], bool, str]]] = {}
 
 
 def import_kernels_late(device: str) -> None:
-    """Register every op on `device`; the first call of one imports the device's kernels."""
+    """Register every op on `device`; the first call of an op there imports the device's kernels."""
     _LATE[device] = {}
     for op in OPS.values():
         _run_on_device(op, device)
 
 
 def load(device: str) -> None:
-    """Import the kernels of a device, unless this has been done."""
+    """Import the kernels of a device, unless they have been imported."""
     if device in _LATE:
         try:
             importlib.import_module(f"{__package__}.lowering.{device}")
@@ -260,49 +265,51 @@ def load(device: str) -> None:
             raise ImportError(message) from error
 
 
-# Device -> what `import_kernels` was given.
+# Device -> the argument `replays` of `import_kernels`.
 _REPLAYS: dict[str, Callable[..., Callable[[tuple[Any, ...]], Any]]] = {}
 
 
 def import_kernels(device: str, package: str, path: list[str], replays: Any = None) -> None:
     """Import every module of a device's package.
 
-    The kernels take their places together, at the end: another thread must not run one whose
-    module is still being imported. `replays(run, arguments)` returns what runs in place of `run`,
-    which checks a call and runs its kernel; it is given the call's arguments as a tuple.
+    The kernels are installed together, at the end: another thread must not run a kernel whose
+    module is still being imported. `run` checks a call and runs a kernel; `replays(run, arguments)`
+    returns a function of the tuple of a call's arguments, which runs in place of it.
     """
     import_modules(package, path)
     if replays is not None:
         _REPLAYS[device] = replays
-    for name, given in _LATE.get(device, {}).items():
-        OPS[name].install[device](*given)
+    for name, implementation in _LATE.get(device, {}).items():
+        OPS[name].install[device](*implementation)
     _LATE.pop(device, None)
 
 
 def _run_on_device(op: Op, device: str) -> None:
-    """Register the function that runs `op` on `device`, with a kernel that `install` sets.
+    """Register the function that runs `op` on `device`. It calls the kernel that the function
+    `op.install[device]` sets, and until then imports the device's kernels.
 
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
     an input. The tests check that for every kernel.
     """
     name = op.name
     types = [str(argument.type) for argument in op.schema.arguments]
-    needed = [i for i, kind in enumerate(types) if kind == "Tensor"]
+    required = [i for i, type_ in enumerate(types) if type_ == "Tensor"]
 
-    def first(call: Any) -> Any:
+    def load_and_run(call: Any) -> Any:
         load(device)
-        if current[0] is first:
+        if current[0] is load_and_run:
             raise NotImplementedError(f"{name}: there is no kernel for {device}")
         return run(*call)
 
-    # One tuple, so that other threads find a function with its own flag.
-    current: tuple[Callable[..., Any], bool] = (first, True)
+    # A function and its flag `allocates`, in one tuple: `install` replaces both at once while other
+    # threads run the op.
+    current: tuple[Callable[..., Any], bool] = (load_and_run, True)
     replayed: Callable[[tuple[Any, ...]], Any] | None = None
 
     def install(function: Callable[..., Any], allocates: bool, module: str) -> None:
         nonlocal current, replayed
         current, run.__module__ = (function, allocates), module
-        # A kernel that allocates computes products by PyTorch.
+        # Not for a kernel that allocates its outputs: it computes matrix products with PyTorch.
         if device in _REPLAYS and not allocates and "List[Tensor]" not in types:
             replayed = _REPLAYS[device](checked, op.schema.arguments)
 
@@ -314,7 +321,7 @@ def _run_on_device(op: Op, device: str) -> None:
     @autograd.below
     def checked(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
         call = op.arguments(*args, **kwargs)
-        for i in needed:
+        for i in required:
             if call[i] is None:
                 op.refuse(args, kwargs)
         for value in call:
@@ -325,12 +332,12 @@ def _run_on_device(op: Op, device: str) -> None:
             assert plan is None, f"{name}: a kernel that allocates takes no plan"
             return function(call)
         outputs = allocate(name, call)
-        given = outputs if isinstance(outputs, tuple) else (outputs,)
-        if any(call[i].numel() for i in needed):
-            if any(output is not None for output in given):
-                function(call, *given, plan)
+        listed = outputs if isinstance(outputs, tuple) else (outputs,)
+        if any(call[i].numel() for i in required):
+            if any(output is not None for output in listed):
+                function(call, *listed, plan)
         else:
-            for output in given:
+            for output in listed:
                 if output is not None:
                     output.zero_()
         return outputs
@@ -358,10 +365,10 @@ def gradient(
     """Register the autograd formula of op `name`, by default the one that is derived from the
     schema of `<name>_backward`, where `name` is without its suffix `_forward`.
 
-    `setup_context(ctx, call, output)` is given the call. `backward(ctx, *grads)` can read
-    `ctx.needs`, a named tuple of one bool for every argument; PyTorch's `ctx.needs_input_grad`
-    lacks trailing arguments that have their default value. It returns the gradients of the first
-    arguments, as far as there are any.
+    `setup_context(ctx, call, output)` saves what the backward reads. `backward(ctx, *grads)` can
+    read `ctx.needs`, a named tuple of one bool for every argument; PyTorch's `ctx.needs_input_grad`
+    lacks trailing arguments that have their default value. It returns the gradients of the
+    arguments, and may leave out trailing ones that are None.
     """
     op = OPS[name]
     if backward is None:
@@ -369,10 +376,12 @@ def gradient(
         derived = formula(op, gradient_op)
         op.backward, op.setup_context = derived.backward, derived.setup_context
     else:
-        op.backward, op.setup_context = _with_names(op, backward), setup_context
+        op.backward, op.setup_context = _with_named_needs(op, backward), setup_context
 
 
-def _with_names(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_named_needs(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a backward to read `ctx.needs` by the names of the op's arguments."""
+
     def run(ctx: Any, *grads: Any) -> Any:
         ctx.needs = op.arguments(*ctx.needs)
         return backward(ctx, *grads)
@@ -381,30 +390,30 @@ def _with_names(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def import_modules(package: str, path: list[str]) -> None:
-    """Import every module of a package, because importing registers its fakes or kernels."""
+    """Import every module of a package: each registers its fakes or kernels when it is imported."""
     for module in pkgutil.walk_packages(path, f"{package}."):
         importlib.import_module(module.name)
 
 
 def autocast(name: str, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
-    """Under autocast on cuda, npu or xpu, cast the floating inputs of op `name` to `dtype`, except
-    the arguments named in `keep`."""
+    """Register op `name` to cast its floating-point arguments to `dtype` under autocast on cuda,
+    npu and xpu, except those named in `keep`."""
     for key in AUTOCAST_KEYS.values():
         under_autocast(OPS[name], key, lambda value: autocast_value(value, dtype), keep)
 
 
 def keep_dtypes_under_autocast(*names: str) -> None:
-    """Under autocast, run the ops of these names in the dtypes of their inputs.
+    """Register the ops of these names to run in the dtypes of their arguments under autocast.
 
-    Without this rule, autocast reaches the ATen ops that the definition and the kernels' host code
-    call, and casts their float32 tensors.
+    Otherwise autocast would act on the ATen ops that the definition and the kernels' host code
+    call, and cast their float32 tensors.
     """
     for name, key in itertools.product(names, ("AutocastCPU", *AUTOCAST_KEYS.values())):
         under_autocast(OPS[name], key, lambda value: value)
 
 
 def implementation(op: Op, device: str) -> str:
-    """The implementation that runs `op` on `device`: its kernel's module, or "definition"."""
+    """Return the implementation of `op` on `device`: its kernel's module, or "definition"."""
     if device not in op.kernels:
         return "definition"
     load(device)

@@ -1,5 +1,5 @@
-"""The record of an op, and the arguments that no op takes: None for a required tensor, and tensors
-that are not dense."""
+"""The record of an op, and the check for arguments that no op accepts: None for a required tensor,
+and tensors that are not dense."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
 
 @dataclass
 class Op:
-    """One op: its PyTorch overload with the schema, and the functions that implement it."""
+    """An op: its PyTorch overload, which has the schema, and the functions that implement it."""
 
     name: str
     definition: Callable[..., Any]
     custom_op: torch.library.CustomOpDef
     overload: Any
-    # The named tuple type of a call's arguments.
+    # The type of `call`: the named tuple of the arguments.
     arguments: type[Any]
-    # Raises TypeError for arguments that no op takes.
+    # Raises TypeError for arguments that no op accepts.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
     # Which strides Inductor gives to the inputs.
     strides: torch.Tag
-    # What `library.define` was given.
+    # Arguments of `library.define`, which describes them.
     axes: str
     dtype: str
     options: Options
     axes_of_call: Callable[[Any, str], str] | None
+    # Checks a call and allocates its outputs.
     fake: Callable[[Any], Any] | None = None
-    # Device -> the function that runs the op there, and the one that gives it its kernel.
+    # Device -> the function that runs the op there, and the function that sets its kernel.
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
     install: dict[str, Callable[..., None]] = field(default_factory=dict)
-    # Bits of a call's dispatch keys -> the device's kernel, where nothing else is left to run: at
-    # first those of its dense tensors alone. The dispatcher would take 3 us to find the kernel.
+    # Cache: bits of a call's dispatch keys -> the device's kernel, for calls that nothing but
+    # Autograd intercepts. It starts with the device's own key, and `autograd.register` adds keys.
+    # The dispatcher would take 3 us to find the kernel.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None
     setup_context: Callable[[Any, Any, Any], None] | None = None
-    # The FLOPs of a call, if the definition writes its products as sums.
+    # Counts the FLOPs of a call, for a definition that computes its products as sums.
     flops: Callable[[Any], int] | None = None
 
     @property
@@ -61,14 +63,14 @@ class Op:
         return None if self.fake is None else self.fake(self.arguments(*args, **kwargs))
 
     def check_and_define(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the definition after the same argument checks as a kernel's."""
+        """Run the definition after the argument checks that also precede a kernel."""
         self.check_and_allocate(*args, **kwargs)
         return self.definition(*args, **kwargs)
 
 
 def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
-    """Return a function of the positional and keyword arguments of op `name` that raises TypeError
-    for the first tensor argument that no op takes."""
+    """Return a function that takes the positional and keyword arguments of op `name`, and raises
+    TypeError for the first tensor argument that no op accepts."""
     # Users call the op without `_forward` in its name.
     name = name.removesuffix("_forward")
     tensors = [
@@ -78,10 +80,10 @@ def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any
     ]
 
     def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for i, argument, is_needed in tensors:
+        for i, argument, is_required in tensors:
             value = args[i] if i < len(args) else kwargs.get(argument)
             if value is None:
-                if is_needed:
+                if is_required:
                     raise TypeError(f"{name}: {argument} must be a tensor, got None")
             elif isinstance(value, Tensor):
                 kind = "a nested tensor" if value.is_nested else "a tensor"
@@ -95,10 +97,11 @@ def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any
 
 
 def refuse_nested(op: Op) -> None:
-    """Refuse nested tensors, which would not reach the op's checks."""
+    """Register the op to raise for nested tensors, which would not reach its checks."""
 
     def refuse(cls: Any, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         op.refuse(args, kwargs or {})
+        # Not reached unless the nested tensor is in a list, which `refuse` does not look into.
         return NotImplemented
 
     op.custom_op.register_torch_dispatch(NestedTensor, refuse)

@@ -22,8 +22,8 @@ TYPES: dict[Any, str] = {
     int | torch.SymInt | None: "SymInt?",
     int | None: "int?",
     bool: "bool",
-    # One value for every dimension, or a list of one for each. PyTorch takes a single value for a
-    # list of ints alone.
+    # One value for all dimensions, or a list with one for each. Schemas have this for ints alone:
+    # bools are passed as ints.
     int | list[int]: "int[1]",
     bool | list[bool]: "int[1]",
     str: "str",
@@ -35,7 +35,7 @@ MASKS = (list[bool], list[bool] | tuple[bool, ...], tuple[bool, ...] | list[bool
 
 
 def schema_of(function: Callable[..., Any], returns: str = "") -> str:
-    """The schema of a function, from its annotations; `returns` names its results.
+    """Return the schema of a function, from its annotations; `returns` names its results.
 
     A mask has as many elements as its default value or, without one, as the function has results.
     """
@@ -47,23 +47,23 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
     for name, parameter in inspect.signature(function).parameters.items():
         has_default = parameter.default is not inspect.Parameter.empty
         if hints[name] in MASKS:
-            kind = f"bool[{len(parameter.default) if has_default else len(results)}]"
+            type_ = f"bool[{len(parameter.default) if has_default else len(results)}]"
         else:
-            kind = _type(function, name, hints[name])
+            type_ = _type(function, name, hints[name])
         default = ""
         if has_default:
             value = parameter.default
-            if kind == "int[1]":
+            if type_ == "int[1]":
                 value = int(value)
             default = f"={list(value) if isinstance(value, tuple) else value!r}"
-        parameters.append(f"{kind} {name}{default}")
+        parameters.append(f"{type_} {name}{default}")
     outputs = [f"{TYPES[hint]} {name}".strip() for hint, name in zip(results, names, strict=True)]
     single = len(outputs) == 1 and not returns
     return f"({', '.join(parameters)}) -> " + (outputs[0] if single else f"({', '.join(outputs)})")
 
 
 def hide_keyword_only(function: Callable[..., Any]) -> None:
-    """Leave keyword-only parameters out of the function's signature, as `inspect` returns it."""
+    """Remove keyword-only parameters from the signature that `inspect` returns for the function."""
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
@@ -72,8 +72,8 @@ def hide_keyword_only(function: Callable[..., Any]) -> None:
 def definition_of_call(
     function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], result: Any
 ) -> Callable[..., Any]:
-    """A function with these parameters, from one of a call, the named tuple of its arguments. Other
-    keywords go on to the latter."""
+    """Return a function that has these parameters, and calls `function` with the call, a named
+    tuple of its arguments. Other keyword arguments are passed on to `function`."""
     listed = list(parameters.values())
     defaults = [p.default for p in listed if p.default is not p.empty]
     arguments = namedtuple(function.__name__, list(parameters), defaults=defaults)  # type: ignore[misc]
@@ -91,7 +91,7 @@ def definition_of_call(
 
 def _type(function: Callable[..., Any], name: str, hint: Any) -> str:
     if hint not in TYPES:
-        accepted = ", ".join(getattr(known, "__name__", str(known)) for known in TYPES)
+        accepted = ", ".join(getattr(type_, "__name__", str(type_)) for type_ in TYPES)
         raise TypeError(
             f"{function.__name__}: {name} must be annotated with one of {accepted}, got {hint}"
         )
@@ -99,7 +99,7 @@ def _type(function: Callable[..., Any], name: str, hint: Any) -> str:
 
 
 def arguments_of(name: str, schema: Any) -> type[Any]:
-    """The type of an op's arguments: a named tuple with the schema's defaults.
+    """Return the type of an op's call: a named tuple of its arguments, with the schema's defaults.
 
     Its name is the op's public name, without `_forward`, for error messages.
     """

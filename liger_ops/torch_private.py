@@ -1,10 +1,10 @@
 """The private parts of PyTorch that liger_ops uses: one entry each, with its use.
 
-`from .torch_private import FakeTensor` looks a part up, and imports its module, when the name is
-first used. If this torch lacks the part, a warning names it and says what is off; in its place is
-either a value with which everything is computed in a more general way, or `Lacking`, which raises
-when it is used. tests/project/test_torch_private.py removes each part in turn, and
-tests/project/test_layout.py finds private parts that are used elsewhere.
+`from .torch_private import FakeTensor` looks the part up, and imports its module, when the name is
+first used. If this torch lacks the part, a warning names the part and the feature that is off. The
+part is then replaced by a value that selects a more general way of computing the same, or by
+`Lacking`, which raises when it is used. tests/project/test_torch_private.py removes each part in
+turn, and tests/project/test_layout.py finds private parts that are used elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 
 
 class Part(NamedTuple):
-    """Where a part is, what is off without it, and what takes its place; by default `Lacking`."""
+    """A private part: its path, the feature that is off without it, and the value that replaces it,
+    by default `Lacking`."""
 
     path: str
     off: str
@@ -69,10 +70,11 @@ _MASKS = 'backend="liger" of models with masks, which raises'
 _BACKEND = 'backend="liger", which raises'
 
 PARTS = {
-    # The Autograd kernel of an op, 3 to 30 us faster than torch.library.register_autograd's.
+    # For the Autograd kernel of an op, 3 to 30 us faster than torch.library.register_autograd's.
     "DispatchKey": Part("torch._C:DispatchKey", _KEYS),
     "DispatchKeySet": Part("torch._C:DispatchKeySet", _KEYS),
-    # Below the tracking of views too: a result that a definition makes as one is no view.
+    # Below ADInplaceOrView too: a result of a definition that is a view of another tensor is not
+    # tracked as a view.
     "BelowAutograd": Part("torch._C:_AutoDispatchBelowADInplaceOrView", _KERNELS),
     "after_autograd_keyset": Part("torch._C:_after_autograd_keyset", _KERNELS),
     "any_requires_grad": Part("torch._C:_any_requires_grad", _KERNELS),
@@ -86,7 +88,7 @@ PARTS = {
     "ExcludeDispatchKeyGuard": Part(
         "torch._C:_ExcludeDispatchKeyGuard", "the ops under autocast, which raise"
     ),
-    # Memory on the current GPU, without the microsecond that torch.empty_strided takes more.
+    # Allocates on the current GPU, 1 us faster than torch.empty_strided.
     "empty_strided_cuda": Part(
         "torch._C._dynamo.guards:_empty_strided_cuda", "fast allocations", _empty_strided_cuda
     ),
@@ -94,8 +96,8 @@ PARTS = {
     "StaticCudaLauncher": Part(
         "torch._C:_StaticCudaLauncher", "fast launches: Triton's launcher takes 2 us more"
     ),
-    # Whether a gradient that the forward computed can be given to the backward: not where
-    # torch.func, a mode or hooks of saved tensors would have to see it.
+    # Whether the memory of a gradient that the forward computed may be reused by the backward: not
+    # if torch.func, a mode or hooks of saved tensors have to see the gradient.
     "are_functorch_transforms_active": Part(
         "torch._C:_are_functorch_transforms_active", _NO_HANDING_OVER, lambda: True
     ),
@@ -105,20 +107,20 @@ PARTS = {
     "top_saved_tensors_default_hooks": Part(
         "torch._C._autograd:_top_saved_tensors_default_hooks", _NO_HANDING_OVER, lambda _: "unknown"
     ),
-    # PyTorch's own functions, in whose place DeepSpeed and context_parallel set others.
+    # PyTorch's own functions, which DeepSpeed and context_parallel replace by theirs.
     "native_linear": Part("torch._C._nn:linear", "`fuse` within DeepSpeed's zero.Init", F.linear),
     "native_attention": Part(
         "torch._C._nn:scaled_dot_product_attention",
         "attention of fused models within context_parallel",
         F.scaled_dot_product_attention,
     ),
-    # Logits that are not computed.
+    # For the logits that `fuse` does not compute, which are a tensor subclass.
     "make_wrapper_subclass": Part(
         "torch:Tensor._make_wrapper_subclass",
         "the error of C++ code that is given skipped logits, which reads NaNs",
         _wrapper_subclass,
     ),
-    # Tracing on tensors without data, and what is known of those in a graph.
+    # Tracing on tensors without data, and the values of nodes in a graph.
     "DisableTorchFunction": Part("torch._C:DisableTorchFunction", _TRACES),
     "FakeTensorMode": Part("torch._subclasses.fake_tensor:FakeTensorMode", _TRACES),
     "FakeTensor": Part("torch._subclasses.fake_tensor:FakeTensor", _REWRITES, _NoTensor),
@@ -131,7 +133,7 @@ PARTS = {
         "torch._C._functorch:is_functorch_wrapped_tensor", _REWRITES, lambda _: True
     ),
     "get_unwrapped": Part("torch._C._functorch:get_unwrapped", _REWRITES),
-    # What the call of a node writes to, read from the schemas of the operators that it runs.
+    # Find out what the call of a node writes to, from the schemas of the operators that it runs.
     "TorchDispatchMode": Part("torch.utils._python_dispatch:TorchDispatchMode", _REWRITES, object),
     "enable_python_dispatcher": Part("torch._dispatch.python:enable_python_dispatcher", _REWRITES),
     # Kinds of nodes.
@@ -147,7 +149,7 @@ PARTS = {
     "has_triton": Part(
         "torch.utils._triton:has_triton", "attention by blocks in fused models", lambda: False
     ),
-    # Collectives that torch.compile traces, and what DTensor's rules are made of.
+    # Collectives that torch.compile traces, and the classes of DTensor's sharding rules.
     "functional_collectives": Part(
         "torch.distributed._functional_collectives", "liger_ops.distributed, which raises"
     ),
@@ -167,7 +169,7 @@ PARTS = {
         "torch._higher_order_ops.flex_attention:flex_attention_fake_impl", _FLEX
     ),
     "apply_kernel_options": Part("torch.nn.attention.flex_attention:_apply_kernel_options", _FLEX),
-    # A second variant of a graph is compiled at a later call, as the first was.
+    # The context of a compilation, kept for a second variant of a graph, compiled at a later call.
     "TracingContext": Part("torch._guards:TracingContext", _MASKS),
     "tracing": Part("torch._guards:tracing", _MASKS),
     "assert_async": Part("torch:_assert_async", 'options={"padding": False}, which raises'),
@@ -195,7 +197,7 @@ PARTS = {
         "torch._inductor.pattern_matcher",
         "compiled definitions; on a device without kernels, compiled code calls the ops",
     ),
-    # Whether Inductor compiles a package, and the questions about sizes that one cannot ask.
+    # Whether Inductor compiles a package, and ShapeEnv's check before it adds a guard on a size.
     "inductor_state": Part(
         "torch._inductor.virtualized:V",
         "the kernels in packages of AOTInductor, which need liger_ops on a GPU",
@@ -210,7 +212,7 @@ PARTS = {
         "Inductor's caches with `graph_pass` and `enable`",
         object,
     ),
-    # What torch.onnx.export decomposes.
+    # The decompositions of torch.onnx.export.
     "onnx_table": Part(
         "torch.onnx._internal.exporter._decomp:create_onnx_friendly_decomposition_table",
         "torch.onnx.export of programs that `liger_ops.decompositions` has not decomposed",
@@ -232,7 +234,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     part = PARTS[name]
     try:
-        found = pkgutil.resolve_name(part.path)
+        value = pkgutil.resolve_name(part.path)
     except (ImportError, AttributeError):
         path = part.path.replace(":", ".")
         warnings.warn(
@@ -240,19 +242,19 @@ def __getattr__(name: str) -> Any:
             f" {part.off}",
             stacklevel=2,
         )
-        found = Lacking(path) if part.instead is None else part.instead
-    globals()[name] = found
-    return found
+        value = Lacking(path) if part.instead is None else part.instead
+    globals()[name] = value
+    return value
 
 
 def has(*names: str) -> bool:
-    """Whether this torch has each of these parts."""
-    found = (globals().get(name) or __getattr__(name) for name in names)
-    return not any(isinstance(part, Lacking) for part in found)
+    """Return whether this torch has each of these parts."""
+    parts = (globals().get(name) or __getattr__(name) for name in names)
+    return not any(isinstance(part, Lacking) for part in parts)
 
 
 def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of which Dynamo compiles neither its own code nor what it calls."""
+    """Mark a function for Dynamo, which then compiles neither it nor any function that it calls."""
     frames = globals().get("eval_frame") or __getattr__("eval_frame")
     try:
         skip = frames._FrameAction.SKIP
@@ -263,8 +265,8 @@ def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def after_import(name: str, extend: Callable[[Any], object]) -> None:
-    """Call `extend` with the module of this name: now, or as soon as somebody imports it. For
-    modules of PyTorch that take long to import."""
+    """Call `extend` with the module of this name: now if it has been imported, or else right after
+    its import. It is for modules of PyTorch that take long to import."""
     if name in sys.modules:
         extend(sys.modules[name])
     else:
@@ -272,7 +274,8 @@ def after_import(name: str, extend: Callable[[Any], object]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Extends the module after its import, however often somebody asks for its spec before."""
+    """A finder that calls `extend` after the import of a module, and once, although `find_spec` may
+    be called without an import before, as by `importlib.util.find_spec`."""
 
     def __init__(self, name: str, extend: Callable[[Any], object]) -> None:
         self.name, self.extend = name, extend
@@ -280,6 +283,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.name:
             return None
+        # The finders behind this one, which know where the module is.
         later = [*itertools.dropwhile(lambda finder: finder is not self, sys.meta_path)][1:]
         specs = (finder.find_spec(name, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, compiled from the line and the options of its op."""
+"""Checks of a call's arguments, compiled from the axes line and the options of its op."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .. import library
 from ..accepted import Accepted, one_of
-from ..axes import COMPUTED_BY_FORWARD, MANY, Entry, Line
+from ..axes import COMPUTED_BY_FORWARD, MANY, Line, TensorSpec
 from ..ops.shapes import equal
 from .sizes import MULTIPLE, Shape, Sizes
 
 Check = Callable[[Any], None]
 
-# The dtypes behind an argument's colon, and how messages describe them.
+# The text behind an argument's colon -> the condition on its dtype, and its name in messages.
 DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "": (Tensor.is_floating_point, "a floating point tensor"),
     "int": (lambda tensor: tensor.dtype in (torch.int64, torch.int32), "int64 or int32"),
@@ -27,89 +27,99 @@ DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
 
 
 class Names:
-    """The arguments of an op, by one form of its line."""
+    """The arguments of an op with the axes that one form of its line gives to them."""
 
     def __init__(self, op: library.Op, line: Line, unnamed: Sequence[str]) -> None:
         self.op, self.line = op.name.removesuffix("_forward"), line
         self.index = {argument.name: i for i, argument in enumerate(op.schema.arguments)}
-        self.needed = {a.name for a in op.schema.arguments if str(a.type) == "Tensor"}
+        self.required = {a.name for a in op.schema.arguments if str(a.type) == "Tensor"}
         tensors = [name for name in library.tensor_names(op) if name not in unnamed]
-        # Sizes are read from the first tensors, which messages speak of.
-        self.tensors = {name: self._entry(name) for name in sorted(tensors, key=self._rank)}
+        # The size of an axis is read from the first tensor that has it, so that messages blame the
+        # later tensors. The order is: required inputs, required results, other inputs, gradients.
+        self.tensors = {name: self._spec(name) for name in sorted(tensors, key=self._rank)}
         self.first = next(iter(self.tensors))
         self.without = f" without {', '.join(unnamed)}, which it then holds"
 
     def _rank(self, name: str) -> int:
         if name in self.line.arguments:
-            return 0 if name in self.needed else 2
-        return 1 if name in self.line.results and name in self.needed else 3
+            return 0 if name in self.required else 2
+        return 1 if name in self.line.results and name in self.required else 3
 
-    def _entry(self, name: str) -> Entry:
-        entry = self.line.of(name)
-        assert entry is not None, f"{self.op}: the line does not name the argument {name}"
-        return entry
+    def _spec(self, name: str) -> TensorSpec:
+        spec = self.line.of(name)
+        assert spec is not None, f"{self.op}: the line does not name the argument {name}"
+        return spec
 
     def axes_of_argument(self, name: str) -> tuple[str, ...]:
-        """The axes of an argument of the forward."""
+        """Return the axes of an argument of the forward, and () for other arguments."""
         return self.tensors[name].axes if name in self.line.arguments else ()
 
     def like(self, axes: tuple[str, ...]) -> str | None:
-        """The first tensor with these axes."""
-        return next((name for name, entry in self.tensors.items() if entry.axes == axes), None)
+        """Return the name of the first tensor with these axes."""
+        return next((name for name, spec in self.tensors.items() if spec.axes == axes), None)
 
-    def shape(self, entry: Entry, sizes: Sizes) -> Shape:
-        shape = sizes.shape(entry.axes)
-        if entry.reduced is None:
+    def shape(self, spec: TensorSpec, sizes: Sizes) -> Shape:
+        """Return the function that computes a tensor's shape from a call, with its reduction."""
+        shape = sizes.shape(spec.axes)
+        if spec.reduced is None:
             return shape
-        reduced = sizes.shape(entry.reduced)
+        reduced = sizes.shape(spec.reduced)
         if "reduction" not in self.index:
             return reduced
         index = self.index["reduction"]
         return lambda call: (shape if call[index] == "none" else reduced)(call)
 
     def meaning(self, name: str, axes: tuple[str, ...]) -> str:
-        """The words for a shape in messages."""
+        """Describe the shape of an argument for messages: as that of a tensor before it, if one has
+        it, or "x's rows" and the like, or by the axes."""
         before = list(self.tensors)[: list(self.tensors).index(name)]
         others = [(other, self.tensors[other].axes) for other in before]
-        read = (other for other, known in others if set(axes) & set(known))
-        first = next(read, None)
-        with_axes = f" for {first} of {self.tensors[first].form}" if first else ""
-        words = f"{Entry(axes).form}{with_axes}" if axes else "a number"
+        sharing = (other for other, other_axes in others if set(axes) & set(other_axes))
+        first = next(sharing, None)
+        with_axes = f" for {first} of {self.tensors[first].shape_text}" if first else ""
+        words = f"{TensorSpec(axes).shape_text}{with_axes}" if axes else "a number"
         is_one_axis = len(axes) == 1 and axes[0] not in MANY
-        for other, known in reversed(others):
-            if known[:1] == axes and len(known) == 2 and is_one_axis:
+        # Reversed, because the first of the others with a description is to be named.
+        for other, other_axes in reversed(others):
+            if other_axes[:1] == axes and len(other_axes) == 2 and is_one_axis:
                 words = f"{other}'s rows"
-            elif known[-1:] == axes and "*" in known:
+            elif other_axes[-1:] == axes and "*" in other_axes:
                 words = f"{other}'s last dimension"
-            elif not is_one_axis and known[:-1] in (axes, axes[:-1]) and known[:-1]:
+            elif not is_one_axis and other_axes[:-1] in (axes, axes[:-1]) and other_axes[:-1]:
                 words = f"{other} but for its last dimension"
+        # A result of the forward, or the gradient of one, in the call of a backward op.
         if not {name, name[1:]} & self.line.arguments.keys() or name in COMPUTED_BY_FORWARD:
             words = f"the forward's {name if name in self.line.results else name[1:]}"
+        # A tensor with all the same axes is the best description.
         same = [other for other, known in others if known == axes and axes and not is_one_axis]
         return next(iter(same), words)
 
 
 def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Check:
-    """Check dtypes, devices and shapes of tensors; the shapes only of those not `excepted`."""
+    """Compile the check of the tensors' dtypes, devices and shapes. A function registered under
+    `@also` checks the shapes of the tensors named in `excepted`."""
     op, x, first = names.op, names.first, names.index[names.first]
-    optional = {i for name, i in names.index.items() if name not in names.needed}
+    optional = {i for name, i in names.index.items() if name not in names.required}
     rows = []
-    for name, entry in names.tensors.items():
-        index, dtype = names.index[name], entry.dtype
+    for name, spec in names.tensors.items():
+        index, dtype = names.index[name], spec.dtype
         is_accepted, accepted = DTYPES.get(dtype, DTYPES[""])
         fits: Callable[[Tensor], bool] | None = None
         shape: Shape | None = None
         form, meaning = "", ""
-        if entry.axes == ("1",):
-            fits, form = _one_element, "have one element"
+        if spec.axes == ("1",):
+            fits, form = _has_one_element, "have one element"
         elif name not in excepted:
-            new = sizes.read(index, entry.axes)
-            if new and entry.axes not in (("*",), ("#",)):
-                fits, form = _dimensions(entry, new, names.without)
-            if len(new) < len(entry.axes) or not entry.axes:
-                read = sizes.arguments(entry.axes) & optional - {index}
-                shape = _if_given(names.shape(entry, sizes), index, read)
-                meaning = names.meaning(name, entry.axes)
+            # Axes that no tensor before has define their sizes here; only their number can be
+            # wrong. The sizes of other axes are compared.
+            new = sizes.read(index, spec.axes)
+            if new and spec.axes not in (("*",), ("#",)):
+                fits, form = _dimensions(spec, new, names.without)
+            if len(new) < len(spec.axes) or not spec.axes:
+                sources = sizes.arguments(spec.axes) & optional - {index}
+                shape = _if_given(names.shape(spec, sizes), index, sources)
+                meaning = names.meaning(name, spec.axes)
+        # The argument whose dtype this one has, or in a backward op the gradient of that result.
         same = names.index.get(dtype, names.index.get(f"d{dtype}"))
         rows.append((index, name, is_accepted, accepted, same, dtype, fits, form, shape, meaning))
 
@@ -139,22 +149,24 @@ def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Chec
     return check
 
 
-def _if_given(shape: Shape, index: int, read: Collection[int]) -> Shape:
-    """A shape, or any that a tensor has where one of the tensors is None from which it is read."""
-    if not read:
+def _if_given(shape: Shape, index: int, sources: Collection[int]) -> Shape:
+    """Accept any shape of the argument `index` in a call where one of `sources`, the optional
+    arguments that the expected shape is read from, is None."""
+    if not sources:
         return shape
-    return lambda call: call[index].shape if any(call[i] is None for i in read) else shape(call)
+    return lambda call: call[index].shape if any(call[i] is None for i in sources) else shape(call)
 
 
-def _one_element(tensor: Tensor) -> bool:
+def _has_one_element(tensor: Tensor) -> bool:
     return tensor.numel() == 1
 
 
 def _dimensions(
-    entry: Entry, new: Sequence[str], without: str
+    spec: TensorSpec, new: Sequence[str], without: str
 ) -> tuple[Callable[[Tensor], bool], str]:
-    """Whether a tensor has the dimensions of a line, and multiples where axes are `new`."""
-    axes = entry.axes
+    """Return a function that checks the number of a tensor's dimensions, and that a size such as
+    `2*N` is divisible if N is among the `new` axes; and the requirement in words."""
+    axes = spec.axes
     least = sum(axis not in MANY for axis in axes)
     most = least if least == len(axes) else float("inf")
     multiples = [(axes.index(axis) - len(axes), MULTIPLE.fullmatch(axis)) for axis in new]
@@ -165,11 +177,11 @@ def _dimensions(
             return False
         return not divisors or all(tensor.shape[dim] % divisor == 0 for dim, divisor in divisors)
 
-    return fits, f"be {entry.form}{without if divisors else ''}"
+    return fits, f"be {spec.shape_text}{without if divisors else ''}"
 
 
 def options_check(op: library.Op) -> Check:
-    """Check the values of options."""
+    """Compile the check of the values of options."""
     name_of_op, arguments = op.name.removesuffix("_forward"), op.schema.arguments
     options = library.declared(op).options
     accepted_by = {

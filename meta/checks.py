@@ -1,6 +1,6 @@
-"""Checks that fakes share; each takes a call and the names of the arguments to check.
+"""Checks that fakes share, each of a call and the names of the arguments to check, and allocations.
 
-Every message names the op, the argument, the accepted values and the value given.
+Every message names the op, the argument, the accepted values and the value that came.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..ops.strides import inverse, memory_order
 
 
 def op(call: Any) -> str:
-    """The op's name in error messages."""
+    """Return the op's name for error messages."""
     return type(call).__name__
 
 
 def given(call: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Name and tensor of each argument in `names` that is not None."""
+    """Return the name and the tensor of each argument in `names` that is not None."""
     pairs = [(name, getattr(call, name)) for name in names]
     return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
@@ -43,11 +43,12 @@ def shape(call: Any, name: str, expected: Sequence[int], meaning: str) -> None:
         )
 
 
-def at_least_one(call: Any, x: str, what: str, dim: int = -1) -> None:
-    """Check a dimension of the argument named `x`."""
+def at_least_one(call: Any, x: str, element: str, dim: int = -1) -> None:
+    """Check that the dimension `dim` of the argument named `x` is not empty. `element` is the word
+    for one of its elements, such as "class"."""
     shape = tuple(getattr(call, x).shape)
     if shape[dim] < 1:
-        raise ValueError(f"{op(call)}: {x} must have at least one {what}, got {shape}")
+        raise ValueError(f"{op(call)}: {x} must have at least one {element}, got {shape}")
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,9 +59,9 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def wide(*tensors: Tensor | None) -> torch.dtype:
-    """float32, or float64 if a tensor is float64."""
-    given = [tensor.dtype for tensor in tensors if tensor is not None]
-    return torch.float64 if torch.float64 in given else torch.float32
+    """Return float32, or float64 if a tensor is float64."""
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def in_layout_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

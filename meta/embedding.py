@@ -1,4 +1,4 @@
-"""embedding: the rows of the gradient, and the index of the padding."""
+"""embedding: the number of rows of weight's gradient, and the range of padding_idx."""
 
 from __future__ import annotations
 

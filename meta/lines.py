@@ -1,4 +1,4 @@
-"""The fakes of ops that have a line (`liger_ops/axes.py`), compiled once: a call parses nothing."""
+"""Compile the fakes of ops from their axes lines (`liger_ops/axes.py`). No call parses a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..axes import COMPUTED_BY_FORWARD, Entry, Line, asked_by, lines, unnamed
+from ..axes import COMPUTED_BY_FORWARD, Line, TensorSpec, asked_by, lines, unnamed
 from . import checks
 from .arguments import Check, Names, arguments_check, options_check
 from .sizes import Shape, Sizes
@@ -19,33 +19,37 @@ Allocation = Callable[[Any, torch.dtype | None], Tensor]
 
 
 class Exceptions(NamedTuple):
-    """What a line cannot say of an op: checks before those of the line, of which arguments are
-    given, and checks after them; the arguments whose shapes these check; the sizes of axes that no
-    tensor has; the function that allocates the gradients that a forward computes; and the one that
-    allocates what has the shape of an argument."""
+    """Additions to an op's line, for checks, sizes and allocations that a line cannot express."""
 
+    # Checks before those of the line, such as of which tensors are given, and checks after them.
     before: Sequence[Check] = ()
     after: Sequence[Check] = ()
+    # The arguments whose shapes these checks cover; the line's checks then do not.
     shapes: Sequence[str] = ()
+    # Axis of a result -> its size, if no argument has the axis.
     sizes: Mapping[str, Shape] = {}
+    # Allocates the gradients that a forward computes.
     gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None
+    # Allocates an output in the shape of an argument, in another layout than a contiguous one.
     like: Callable[[Tensor, torch.dtype | None], Tensor] = checks.like
 
 
-# The public name of an op -> its exceptions.
+# Public name of an op -> its exceptions.
 EXCEPTIONS: dict[str, Exceptions] = {}
 
 
 def also(*names: str, first: bool = False, shapes: Sequence[str] = ()) -> Callable[[Check], Check]:
-    """Register a check of the calls of ops and of their backwards, after or before their lines'."""
+    """Register a check of the calls of these ops and of their backward ops. It runs after the
+    checks of the line, or before them if `first`. `shapes` are the arguments whose shapes it checks
+    in place of the line."""
 
     def decorate(check: Check) -> Check:
         for name in names:
-            known = EXCEPTIONS.get(name, Exceptions())
+            exceptions = EXCEPTIONS.get(name, Exceptions())
             before, after = ((check,), ()) if first else ((), (check,))
-            EXCEPTIONS[name] = known._replace(
-                before=(*known.before, *before), after=(*known.after, *after),
-                shapes=(*known.shapes, *shapes),
+            EXCEPTIONS[name] = exceptions._replace(
+                before=(*exceptions.before, *before), after=(*exceptions.after, *after),
+                shapes=(*exceptions.shapes, *shapes),
             )  # fmt: skip
         return check
 
@@ -53,15 +57,16 @@ def also(*names: str, first: bool = False, shapes: Sequence[str] = ()) -> Callab
 
 
 def gives(exception: str, *names: str) -> Callable[[Function], Function]:
-    """Register a function of ops: `like` or `gradients` of `Exceptions`, or the size of an axis."""
+    """Register a function for ops. `exception` is "like" or "gradients", as in `Exceptions`, or an
+    axis, whose size the function returns as a tuple of one number."""
 
     def decorate(function: Function) -> Function:
         for name in names:
-            known = EXCEPTIONS.get(name, Exceptions())
-            given: dict[str, Any] = {exception: function}
+            exceptions = EXCEPTIONS.get(name, Exceptions())
+            changed: dict[str, Any] = {exception: function}
             if exception not in Exceptions._fields:
-                given = {"sizes": {**known.sizes, **given}}
-            EXCEPTIONS[name] = known._replace(**given)
+                changed = {"sizes": {**exceptions.sizes, **changed}}
+            EXCEPTIONS[name] = exceptions._replace(**changed)
         return function
 
     return decorate
@@ -98,10 +103,11 @@ def _fake(op: library.Op, forms: tuple[Line, ...]) -> Callable[[Any], Any]:
 def _form(
     op: library.Op, line: Line, unnamed: Sequence[str], exceptions: Exceptions
 ) -> tuple[list[int], Check, Callable[[Any], Any]]:
-    """The arguments that a form lacks, its checks, and the allocation of its outputs."""
+    """Compile a form of a line: the indices of the arguments that must be None in a call of this
+    form, the check of the arguments, and the allocation of the outputs."""
     names = Names(op, line, unnamed)
-    given = {axis for name in names.tensors for axis in names.axes_of_argument(name)}
-    sizes = Sizes({axis: size for axis, size in exceptions.sizes.items() if axis not in given})
+    read = {axis for name in names.tensors for axis in names.axes_of_argument(name)}
+    sizes = Sizes({axis: size for axis, size in exceptions.sizes.items() if axis not in read})
     check = arguments_check(names, sizes, exceptions.shapes)
     if op.name.endswith("_backward"):
         outputs = gradients(op, names, sizes, exceptions.like)
@@ -113,25 +119,26 @@ def _form(
 def results(
     op: library.Op, names: Names, sizes: Sizes, exceptions: Exceptions
 ) -> Callable[[Any], Any]:
-    """The allocation of a forward's results."""
-    computed = exceptions.gradients
-    found: list[tuple[int | None, Allocation, str]] = []
+    """Compile the allocation of a forward's results."""
+    gradients = exceptions.gradients
+    compiled: list[tuple[int | None, Allocation, str]] = []
     dtypes: dict[str, Callable[[Any], torch.dtype]] = {}
-    for (name, entry), result in zip(names.line.results.items(), op.schema.returns, strict=True):
-        if computed is None or name not in COMPUTED_BY_FORWARD:
-            asked = names.index.get(asked_by(name)) if "Optional" in str(result.type) else None
-            dtypes.setdefault(entry.dtype, _dtype(op, names, entry))
-            found.append((asked, _allocation(names, sizes, entry, exceptions.like), entry.dtype))
-    first = 0 if computed is None else list(names.line.results).index(COMPUTED_BY_FORWARD[0])
+    for (name, spec), result in zip(names.line.results.items(), op.schema.returns, strict=True):
+        if gradients is None or name not in COMPUTED_BY_FORWARD:
+            option = names.index.get(asked_by(name)) if "Optional" in str(result.type) else None
+            dtypes.setdefault(spec.dtype, _dtype(op, names, spec))
+            compiled.append((option, _allocation(names, sizes, spec, exceptions.like), spec.dtype))
+    # The gradients stand together among the results, from here on.
+    first = 0 if gradients is None else list(names.line.results).index(COMPUTED_BY_FORWARD[0])
 
     def allocate(call: Any) -> Any:
-        given = {kind: dtype(call) for kind, dtype in dtypes.items()}
+        dtype_of = {text: dtype(call) for text, dtype in dtypes.items()}
         outputs = [
-            None if asked is not None and _is_off(call[asked]) else one(call, given[kind])
-            for asked, one, kind in found
+            None if option is not None and _is_off(call[option]) else new(call, dtype_of[text])
+            for option, new, text in compiled
         ]
-        if computed is not None:
-            outputs[first:first] = computed(call)
+        if gradients is not None:
+            outputs[first:first] = gradients(call)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     return allocate
@@ -141,23 +148,26 @@ def _is_off(option: Any) -> bool:
     return option is None or option is False
 
 
-def _allocation(names: Names, sizes: Sizes, entry: Entry, allocate: Allocation) -> Allocation:
-    like = None if entry.reduced is not None else names.like(entry.axes)
-    if like in names.needed:
+def _allocation(names: Names, sizes: Sizes, spec: TensorSpec, allocate: Allocation) -> Allocation:
+    """Compile the allocation of a result: like an argument of the same axes that is never None, or
+    else contiguous, of the shape that the line gives."""
+    like = None if spec.reduced is not None else names.like(spec.axes)
+    if like in names.required:
         index = names.index[like]
         return lambda call, dtype: allocate(call[index], dtype)
-    first, shape = names.index[names.first], names.shape(entry, sizes)
+    first, shape = names.index[names.first], names.shape(spec, sizes)
     return lambda call, dtype: call[first].new_empty(shape(call), dtype=dtype, requires_grad=False)
 
 
-def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.dtype]:
-    if entry.dtype in names.tensors:
-        index = names.index[entry.dtype]
+def _dtype(op: library.Op, names: Names, spec: TensorSpec) -> Callable[[Any], torch.dtype]:
+    """Compile the function that computes a result's dtype from a call."""
+    if spec.dtype in names.tensors:
+        index = names.index[spec.dtype]
         return lambda call: call[index].dtype
-    fixed = getattr(torch, entry.dtype, None)
+    fixed = getattr(torch, spec.dtype, None)
     if isinstance(fixed, torch.dtype):
         return lambda call: fixed
-    terms = (entry.dtype or op.dtype or names.first).split("+")
+    terms = (spec.dtype or op.dtype or names.first).split("+")
     indices = [names.index[name] for name in terms if name in names.tensors]
     if "float32" in terms:
         return lambda call: checks.wide(*(call[i] for i in indices))
@@ -170,10 +180,11 @@ def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.
 def gradients(
     op: library.Op, names: Names, sizes: Sizes, allocate: Allocation
 ) -> Callable[[Any], Any]:
-    """The allocation of the gradients that the mask of a backward asks for."""
-    of_forward = zip(op.schema.returns, library.tensor_names(library.declared(op)), strict=False)
-    found = [result.name.removeprefix("d") or name for result, name in of_forward]
-    like = [_like(names, name) for name in found]
+    """Compile the allocation of the gradients that `output_mask` of a backward op asks for."""
+    # Results without names are the gradients of the forward's first tensors.
+    pairs = zip(op.schema.returns, library.tensor_names(library.declared(op)), strict=False)
+    arguments = [result.name.removeprefix("d") or name for result, name in pairs]
+    like = [_like(names, name) for name in arguments]
     if "output_mask" in names.index:
         mask = names.index["output_mask"]
         return lambda call: tuple(
@@ -181,16 +192,16 @@ def gradients(
             for wanted, i in zip(call[mask], like, strict=True)
         )
     if like[0] is None:
-        shape = sizes.shape(names.line.arguments[found[0]].axes)
+        shape = sizes.shape(names.line.arguments[arguments[0]].axes)
         return lambda call: call[0].new_empty(shape(call), requires_grad=False)
     return lambda call: allocate(call[like[0]], None)
 
 
 def _like(names: Names, name: str) -> int | None:
-    """The index of the argument of this name or, without one, of the first tensor with the axes of
-    the forward's argument, or of its gradient."""
+    """Return the index of the argument of this name. If the backward op does not take it, return
+    the index of the first tensor with the same axes, or None if there is none."""
     if name in names.index:
         return names.index[name]
-    entry = names.line.arguments.get(name) or names.line.results[f"d{name}"]
-    like = names.like(entry.axes)
+    spec = names.line.arguments.get(name) or names.line.results[f"d{name}"]
+    like = names.like(spec.axes)
     return None if like is None else names.index[like]

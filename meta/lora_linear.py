@@ -1,4 +1,4 @@
-"""lora_linear: the dtype of a."""
+"""lora_linear: the dtype of the LoRA factor a."""
 
 from __future__ import annotations
 

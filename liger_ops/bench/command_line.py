@@ -46,17 +46,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser, given = _parser(), sys.argv[1:] if arguments is None else [*arguments]
-    if given[:1] == ["step"]:
-        return _step(parser, given[1:])
-    options = parser.parse_args(given)
+    parser, words = _parser(), sys.argv[1:] if arguments is None else [*arguments]
+    if words[:1] == ["step"]:
+        return _step(parser, words[1:])
+    options = parser.parse_args(words)
     try:
         earlier = records.read(options.compare)[0] if options.compare else None
         if options.source:
             points, shared = records.read(options.source)
             print(show.blocks(points) + "\n")
         else:
-            points, shared = _run(options, given)
+            points, shared = _run(options, words)
         print(show.summary(points))
         if earlier is not None:
             print(show.compared(points, earlier))
@@ -118,7 +118,7 @@ def _parser() -> Parser:
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """An argument type: an integer of at least `least`."""
+    """Return an argument type: an integer of at least `least`."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -129,10 +129,10 @@ def integer(least: int) -> Callable[[str], int]:
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points, dict[str, str]]:
-    for chosen, known in ((options.providers, PROVIDERS), (options.modes, MODES)):
+    for chosen, accepted in ((options.providers, PROVIDERS), (options.modes, MODES)):
         for name in chosen:
-            if name not in known:
-                raise ValueError(f"{name!r} is none of {', '.join(known)}")
+            if name not in accepted:
+                raise ValueError(f"{name!r} is none of {', '.join(accepted)}")
     workloads = selected(options.ops, options.shapes, options.dtypes)
     accelerator = find(options.device)
     run = Run(
@@ -151,7 +151,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points,
 def carried_out(
     run: Run, accelerator: Accelerator, file: Path | None
 ) -> tuple[Points, dict[str, str]]:
-    """Run the bench: print each finished workload, and write the points to the file."""
+    """Run the bench: print each finished workload, and write the points to the file. Return the
+    points, and the facts that all records share."""
     shared = {
         "gpu": accelerator.name,
         "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -177,7 +178,7 @@ def carried_out(
 
 
 def _facts(arguments: Sequence[str]) -> dict[str, str]:
-    """The command line and the versions of this run."""
+    """Return the command line and the package versions of this run."""
     facts = {"command": " ".join(["python -m liger_ops.bench", *arguments])}
     for package in PACKAGES:
         try:

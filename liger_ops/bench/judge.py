@@ -1,4 +1,4 @@
-"""The points of a run: the rows in which another provider is faster, and those that changed."""
+"""The points of a run, the rows in which another provider is faster, and the rows that changed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from .providers import LOW_MEMORY, OURS, PROVIDERS
 from .timing import Spread
 
-# Unit of each metric. speed is time on the device, host is time on the host, graph is the time of a
-# captured graph, memory is the peak above what was allocated before, share is of the device's rate.
+# Metric -> its unit. speed is the time on the device, host the time on the host, graph the time of
+# a captured graph, memory the peak above what was allocated before, and share that of the device's
+# rate.
 UNITS = {
     "speed": "ms",
     "share": "%",
@@ -22,7 +23,7 @@ UNITS = {
 }
 # Names that stand for an op in the points of the device's rates.
 COPY, MATRIX_PRODUCT = "copy", "matrix_product"
-# The note of a point whose call ran on a device of which nothing can be measured.
+# The note of a point whose call ran on a simulated device, whose times mean nothing.
 SIMULATED = "not measured: the device is simulated"
 # Metrics that do not depend on the device's speed and memory.
 OF_VALUES = ("error", "gradients")
@@ -79,38 +80,39 @@ class Points:
         return self._index.get((kernel, dtype, shape, mode, provider, metric))
 
     def value(self, *key: str) -> float | None:
-        """The median of the point with this key."""
+        """Return the median of the point with this key, or None if there is none."""
         point = self.get(*key)
         return None if point is None or point.value is None else point.value.p50
 
     def rows(self, metric: str = "speed") -> list[Row]:
-        """Every measured row, once."""
+        """Return every measured row, once."""
         return list(dict.fromkeys(point.row for point in self if point.metric == metric))
 
     def workloads(self) -> list[tuple[str, str, str]]:
-        """(kernel, dtype, shape) of every row, once."""
+        """Return (kernel, dtype, shape) of every row, once."""
         return list(dict.fromkeys(row[:3] for row in self.rows()))
 
     def providers(self) -> list[str]:
-        """The providers with any point, in the order of PROVIDERS."""
+        """Return the providers with any point, in the order of PROVIDERS."""
         seen = {point.provider for point in self if point.metric in UNITS}
         return [name for name in PROVIDERS if name in seen]
 
     def rate(self, kernel: str) -> float | None:
-        """A rate of the device, for bfloat16 if there are several."""
-        found = [p for p in self if p.kernel == kernel and p.value is not None]
-        found.sort(key=lambda p: p.dtype != "bfloat16")
-        return found[0].value.p50 if found and found[0].value else None
+        """Return a rate of the device, that of bfloat16 if there are several."""
+        rates = [p for p in self if p.kernel == kernel and p.value is not None]
+        rates.sort(key=lambda p: p.dtype != "bfloat16")
+        return rates[0].value.p50 if rates and rates[0].value else None
 
     def facts(self) -> dict[str, str]:
-        """The command line and the versions of the run."""
-        found = (json.loads(point.facts) for point in self if point.kernel == COPY)
-        return next(found, {})
+        """Return the command line and the versions of the run."""
+        facts = (json.loads(point.facts) for point in self if point.kernel == COPY)
+        return next(facts, {})
 
 
 def losses(points: Points) -> dict[Row, str]:
-    """The rows in which another provider is faster than liger_ops by more than NOISE, and how."""
-    found = {}
+    """Return the rows in which another provider is faster than liger_ops by more than NOISE: row ->
+    the times in words."""
+    lost = {}
     for row in points.rows():
         ours = points.value(*row, OURS)
         others = {
@@ -123,12 +125,12 @@ def losses(points: Points) -> dict[Row, str]:
         winner = min(others, key=others.__getitem__)
         best = others[winner]
         if ours > best * (1 + NOISE):
-            found[row] = f"{winner} {best:.3f} ms, liger_ops {ours:.3f}: {ours / best - 1:.0%} more"
-    return found
+            lost[row] = f"{winner} {best:.3f} ms, liger_ops {ours:.3f}: {ours / best - 1:.0%} more"
+    return lost
 
 
 def failures(points: Points) -> list[str]:
-    """The rows in which liger_ops itself failed, and the reasons."""
+    """Return the rows in which liger_ops itself failed, each with the reason."""
     return [
         f"{p.kernel} {p.shape} {p.dtype} {p.mode}: {p.note}"
         for p in points
@@ -137,8 +139,8 @@ def failures(points: Points) -> list[str]:
 
 
 def changes(points: Points, earlier: Points) -> tuple[dict[Row, tuple[float, float]], int]:
-    """The earlier and the current time of liger_ops in each row that changed by more than NOISE,
-    and the number of other rows that both runs have."""
+    """Return the earlier and the current time of liger_ops in each row that changed by more than
+    NOISE, and the number of other rows that both runs have."""
     changed, same = {}, 0
     for row in points.rows():
         then, now = earlier.value(*row, OURS), points.value(*row, OURS)

@@ -28,8 +28,8 @@ from .timing import (
 )
 from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 
-# A measured value, or the reason that there is none.
-Found = Spread | float | str
+# The result of a measurement, or the reason that there is none.
+Measurement = Spread | float | str
 
 # Host time is measured for what a user calls, and for a training step.
 HOST_MODES = ("forward", "full")
@@ -47,7 +47,7 @@ class Wrong(Exception):
 
 
 @dataclass
-class Call:
+class ProviderCall:
     """A provider's function, its arguments, and the gradients of its outputs."""
 
     function: Function
@@ -66,13 +66,13 @@ class Call:
         return self.backward(self.forward())
 
     def results(self) -> list[Tensor]:
-        """The outputs and the gradients; also casts `dys` to the dtypes of the outputs."""
+        """Return the outputs and gradients; also cast `dys` to the dtypes of the outputs."""
         outputs = self.forward()
         self.dys = [dy.to(y.dtype) for dy, y in zip(self.dys, outputs, strict=True)]
         return [*(y.detach() for y in outputs), *self.backward(outputs)]
 
     def prepared(self, mode: str) -> Callable[[], Any]:
-        """The call to time. For a backward, the forward has already run, untimed."""
+        """Return the call to time. For a backward, run the forward first, which is not timed."""
         if mode != "backward":
             return {"forward": self.forward, "full": self.full}[mode]
         outputs = self.forward()
@@ -80,16 +80,17 @@ class Call:
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Clones that require a gradient if the tensors do."""
+    """Clone tensors; a clone requires a gradient if its tensor does."""
     return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def relative_error(found: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
-    """The largest |found - truth| / |truth| in norm over outputs and gradients; NaN if any is."""
-    if len(found) != len(truths):
-        raise Wrong(f"wrong: it gives {len(found)} outputs and gradients, not {len(truths)}")
+def relative_error(values: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
+    """Return the largest |value - truth| / |truth| in norm over outputs and gradients, and NaN if
+    one is NaN."""
+    if len(values) != len(truths):
+        raise Wrong(f"wrong: it gives {len(values)} outputs and gradients, not {len(truths)}")
     errors = []
-    for value, truth in zip(found, truths, strict=True):
+    for value, truth in zip(values, truths, strict=True):
         if value.shape != truth.shape:
             raise Wrong(f"wrong: it gives shape {tuple(value.shape)}, not {tuple(truth.shape)}")
         scale = float(truth.norm())
@@ -125,7 +126,8 @@ class Run:
     left: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[Workload | None]:
-        """Measure, and yield whenever there is more to save: a workload if it is complete.
+        """Measure, and yield whenever there is more to save: the workload if it is complete, and
+        None otherwise.
 
         Small workloads are yielded twice, the second time with the host's times.
 
@@ -147,22 +149,22 @@ class Run:
                 self.left.append(str(workload))
                 continue
             self.say(f"[{i + 1}/{len(self.workloads)}] {seconds:4.0f} s  {workload}")
-            right = self._measured(workload, self._measure)
-            if workload.is_small and right:
-                small.append((workload, right))
+            correct = self._measured(workload, self._measure)
+            if workload.is_small and correct:
+                small.append((workload, correct))
             yield workload
         # Captures are last, because a failed capture may make the device unusable.
-        for measure, what in ((self._measure_host, "host"), (self._measure_graphs, "graph")):
-            for workload, right in small:
+        for measure, metric in ((self._measure_host, "host"), (self._measure_graphs, "graph")):
+            for workload, correct in small:
                 if self.clock() - began > self.budget:
-                    self.left.append(f"{workload} {what}")
+                    self.left.append(f"{workload} {metric}")
                     continue
-                self.say(f"{what}: {workload}")
-                self._measured(workload, partial(measure, names=right))
-                yield workload if what == "graph" else None
+                self.say(f"{metric}: {workload}")
+                self._measured(workload, partial(measure, names=correct))
+                yield workload if metric == "graph" else None
 
     def _measured(self, workload: Workload, measure: Callable[[Workload], Any]) -> Any:
-        """Measure; if the workload fails as a whole, record a failure for each provider."""
+        """Call `measure`; if the workload fails as a whole, record a failure for each provider."""
         try:
             return measure(workload)
         except Exception as error:
@@ -189,19 +191,19 @@ class Run:
         for dtype in sorted(dtypes, key=str):
             self._add_rate(MATRIX_PRODUCT, "TFLOP/s", dtype, matrix_rate(self.accelerator, dtype))
 
-    def _calls(self, workload: Workload, names: Sequence[str]) -> dict[str, Call]:
+    def _calls(self, workload: Workload, names: Sequence[str]) -> dict[str, ProviderCall]:
         draw = Draw(self.accelerator.kind, workload.dtype)
         inputs = workload.entry.inputs(draw, workload.shape)
         dys = workload.entry.upstream(draw, inputs)
         return {
             # Peers get copies, because they write to their inputs.
-            name: Call(function, copied(inputs) if name in MODULES else inputs, dys)
+            name: ProviderCall(function, copied(inputs) if name in MODULES else inputs, dys)
             for name, function in functions(workload.entry, names, self.peers).items()
         }
 
     def _measure(self, workload: Workload) -> list[str]:
         """Time all modes of the providers that compute the op, and return these providers."""
-        calls = self._right(workload, self._calls(workload, self.providers))
+        calls = self._correct(workload, self._calls(workload, self.providers))
         for mode in self._modes(workload):
             prepares = {name: partial(call.prepared, mode) for name, call in calls.items()}
             times, failures = interleaved(self.accelerator, prepares, self.effort, self.clock)
@@ -216,16 +218,18 @@ class Run:
                 self._attempt(workload, name, "memory", "full", peak)
         return list(calls)
 
-    def _right(self, workload: Workload, calls: dict[str, Call]) -> dict[str, Call]:
-        """The calls whose results are close to float64."""
-        some = next(iter(calls.values()), None)
-        if some is None:
+    def _correct(
+        self, workload: Workload, calls: dict[str, ProviderCall]
+    ) -> dict[str, ProviderCall]:
+        """Return the calls whose results are close to float64, and record failures of others."""
+        first = next(iter(calls.values()), None)
+        if first is None:
             return {}
         entry = workload.entry
         # The truth is computed from the first provider's inputs, before any call has run.
-        truths = entry.truth(entry.definition, some.tensors, some.dys)
-        gradients = sum(t.nbytes for t in some.tensors if t.requires_grad) / MB
-        right = {}
+        truths = entry.truth(entry.definition, first.tensors, first.dys)
+        gradients = sum(t.nbytes for t in first.tensors if t.requires_grad) / MB
+        correct = {}
         for name, call in calls.items():
             try:
                 error = relative_error(call.results(), truths)
@@ -241,8 +245,8 @@ class Run:
                 continue
             if entry.is_matrix_product:
                 self._add(workload, name, "gradients", "full", gradients)
-            right[name] = call
-        return right
+            correct[name] = call
+        return correct
 
     def _measure_host(self, workload: Workload, names: Sequence[str]) -> None:
         for name, call in self._calls(workload, names).items():
@@ -257,11 +261,11 @@ class Run:
             self._attempt(workload, name, "graph", "full", partial(self._graph, call))
             self._recover()
 
-    def _host(self, call: Call, mode: str) -> Spread:
+    def _host(self, call: ProviderCall, mode: str) -> Spread:
         call.results()
         return host_microseconds(self.accelerator, call.prepared(mode), self.clock)
 
-    def _graph(self, call: Call) -> Spread:
+    def _graph(self, call: ProviderCall) -> Spread:
         call.results()
         replay = self.accelerator.capture(call.full)
         return timed(self.accelerator, replay, self.effort)
@@ -270,13 +274,18 @@ class Run:
         return [mode for mode in workload.modes if mode in self.modes]
 
     def _attempt(
-        self, workload: Workload, name: str, metric: str, mode: str, measure: Callable[[], Found]
+        self,
+        workload: Workload,
+        name: str,
+        metric: str,
+        mode: str,
+        measure: Callable[[], Measurement],
     ) -> None:
         try:
-            found = measure()
+            measurement = measure()
         except Exception as error:
-            found = one_line(error)
-        self._add(workload, name, metric, mode, found)
+            measurement = one_line(error)
+        self._add(workload, name, metric, mode, measurement)
 
     def _add_speed(self, workload: Workload, name: str, mode: str, ms: Spread) -> None:
         self._add(workload, name, "speed", mode, ms)
@@ -290,21 +299,31 @@ class Run:
             self._add(workload, name, "share", mode, rate.map(lambda value: 100 * value / peak))
 
     def _add(
-        self, workload: Workload, name: str, metric: str, mode: str, found: Found, unit: str = ""
+        self,
+        workload: Workload,
+        name: str,
+        metric: str,
+        mode: str,
+        measurement: Measurement,
+        unit: str = "",
     ) -> None:
         op, dtype, shape = workload.row
         dims = " x ".join(workload.entry.dims)
-        if self.accelerator.is_simulated and metric not in OF_VALUES and not isinstance(found, str):
-            found = SIMULATED
-        value, note = (None, found) if isinstance(found, str) else (found, "")
+        if (
+            self.accelerator.is_simulated
+            and metric not in OF_VALUES
+            and not isinstance(measurement, str)
+        ):
+            measurement = SIMULATED
+        value, note = (None, measurement) if isinstance(measurement, str) else (measurement, "")
         if isinstance(value, float):
             value = Spread(value, value, value)
         unit = unit or UNITS[metric]
         self.points.add([Point(op, name, metric, unit, mode, dims, shape, value, dtype, note)])
 
-    def _add_rate(self, kernel: str, unit: str, dtype: torch.dtype, found: Spread) -> None:
+    def _add_rate(self, kernel: str, unit: str, dtype: torch.dtype, rate: Spread) -> None:
         where = (kernel, "torch", "throughput", unit, "", "", "")
         simulated = self.accelerator.is_simulated
-        value, note = (None, SIMULATED) if simulated else (found, "")
+        value, note = (None, SIMULATED) if simulated else (rate, "")
         facts = json.dumps(self.facts)
         self.points.add([Point(*where, value, dtype_name(dtype), note, facts)])

@@ -1,4 +1,4 @@
-"""Who can run a workload: liger_ops, PyTorch in three ways, and the installed peers."""
+"""The implementations of a workload: liger_ops, PyTorch in three ways, and the installed peers."""
 
 from __future__ import annotations
 
@@ -42,25 +42,28 @@ class Peers:
 
 
 def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Function]:
-    """For each provider in `names`, its function for the op, if it has one and can be imported.
+    """Return for each provider in `names` its function for the op, if it has one and the provider
+    can be imported.
 
     If a provider's function cannot be made, calling it raises the reason.
     """
-    own = {OURS: entry.ours, LOW_MEMORY: entry.low_memory, "eager": entry.eager, "aten": entry.aten}
-    found: dict[str, Function] = {}
+    local = {
+        OURS: entry.ours, LOW_MEMORY: entry.low_memory, "eager": entry.eager, "aten": entry.aten
+    }  # fmt: skip
+    by_provider: dict[str, Function] = {}
     for name in names:
         if name == "inductor":
             # The code of models, compiled as users do, for static sizes.
-            found[name] = torch.compile(entry.definition, dynamic=False)
-        elif (function := own.get(name)) is not None:
-            found[name] = function
+            by_provider[name] = torch.compile(entry.definition, dynamic=False)
+        elif (function := local.get(name)) is not None:
+            by_provider[name] = function
         elif name in entry.peers and (module := peers.module(name)) is not None:
             peer = entry.peers[name]
             try:
-                found[name] = getattr(module, peer) if isinstance(peer, str) else peer(module)
+                by_provider[name] = getattr(module, peer) if isinstance(peer, str) else peer(module)
             except Exception as error:
-                found[name] = _raiser(error)
-    return found
+                by_provider[name] = _raiser(error)
+    return by_provider
 
 
 def _raiser(error: Exception) -> Function:
@@ -71,7 +74,7 @@ def _raiser(error: Exception) -> Function:
 
 
 def one_line(error: BaseException) -> str:
-    """The name of the error's class and the first line of its text."""
+    """Return the name of the error's class and the first line of its text."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

@@ -1,4 +1,4 @@
-"""The file of a run: JSON, a list of records in the format that kernel benchmarks use.
+"""Read and write the file of a run: JSON, a list of records in the format of kernel benchmarks.
 
 A record is a curve: an op, a provider, a metric, a mode, and the values over the shapes. A failed
 call has a record of its own, whose values are null and whose configuration has the reason.
@@ -22,7 +22,7 @@ COLUMNS = ("y_values_50", "y_values_20", "y_values_80")
 
 
 def write(path: Path, points: Iterable[Point], gpu_name: str, timestamp: str, version: str) -> None:
-    """Replace the file atomically, so that a reader finds everything measured so far."""
+    """Write all points, replacing the file atomically: a reader never finds half a file."""
     records = as_records(points, gpu_name, timestamp, version)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")
@@ -66,7 +66,7 @@ def as_records(
 
 
 def read(path: Path) -> tuple[Points, dict[str, str]]:
-    """The points of a file, and what all its records share: GPU, time, version.
+    """Return the points of a file, and the facts that all its records share: GPU, time, version.
 
     Raises:
         ValueError: the file has no such records.

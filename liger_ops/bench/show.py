@@ -1,4 +1,4 @@
-"""The results of a run as a table for the terminal, a page, and plots."""
+"""Show the results of a run as a table for the terminal, a page, and plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 80
 MODE_WIDTH = 10
 # The width of "0.326 101%" after a space.
 CELL_WIDTH = 10
-# (metric, mode) -> name of the line, for the lines below the times.
+# (metric, mode) -> title, for the lines below the times.
 OTHERS = {
     ("memory", "full"): "peak MB",
     ("host", "forward"): "host fwd",
@@ -59,7 +59,7 @@ def rates(points: Points) -> str:
 
 
 def block(points: Points, kernel: str, dtype: str, shape: str) -> str:
-    """All modes of a workload, in milliseconds and as a share of the device's rate."""
+    """Format all modes of a workload, in milliseconds and as a share of the device's rate."""
     here = [p for p in points if p.row[:3] == (kernel, dtype, shape)]
     providers = _providers(points, here)
     lines = [f"{kernel} {shape} {dtype}"]
@@ -78,8 +78,8 @@ def blocks(points: Points) -> str:
 
 
 def summary(points: Points) -> str:
-    """The device's rates, the lost rows and the failures, one line each; or that nothing is
-    measured."""
+    """Format the device's rates, the lost rows and the failures, one line each. For a simulated
+    device, say that nothing is measured, and list the failures."""
     lost = losses(points)
     rows = [row for row in points.rows() if points.value(*row, OURS) is not None]
     if any(point.note == SIMULATED for point in points):
@@ -92,7 +92,7 @@ def summary(points: Points) -> str:
 
 
 def compared(points: Points, earlier: Points) -> str:
-    """The rows of liger_ops that became faster or slower than in an earlier run."""
+    """Format the rows of liger_ops that became faster or slower than in an earlier run."""
     lines = ["against the earlier run:"]
     now_at, then_at = points.rate(COPY), earlier.rate(COPY)
     if now_at and then_at:
@@ -107,21 +107,21 @@ def compared(points: Points, earlier: Points) -> str:
 
 
 def _providers(points: Points, here: Iterable[Point]) -> list[str]:
-    found = {point.provider for point in here}
-    return [name for name in points.providers() if name in found]
+    present = {point.provider for point in here}
+    return [name for name in points.providers() if name in present]
 
 
 def _lines(
     points: Points, kernel: str, dtype: str, shape: str, providers: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """The lines of a workload, each a name and a cell per provider."""
+    """Yield the lines of a workload, each a name and a cell per provider."""
     workload = (kernel, dtype, shape)
     for mode in (row[3] for row in points.rows() if row[:3] == workload):
         yield mode, [_cell(points, (*workload, mode, name)) for name in providers]
     for (metric, mode), title in OTHERS.items():
-        found = [points.get(*workload, mode, name, metric) for name in providers]
-        if any(found):
-            yield title, [_number(point) for point in found]
+        measured = [points.get(*workload, mode, name, metric) for name in providers]
+        if any(measured):
+            yield title, [_number(point) for point in measured]
 
 
 def _cell(points: Points, key: tuple[str, str, str, str, str]) -> str:
@@ -139,7 +139,7 @@ def _number(point: Point | None) -> str:
 
 
 def _milliseconds(ms: float) -> str:
-    """Four digits, or three after the point: more do not repeat from run to run."""
+    """Format a time with four digits, or three after the point: more do not repeat between runs."""
     return f"{ms:.3f}" if ms < 10 else f"{ms:.2f}" if ms < 100 else f"{ms:.1f}"
 
 
@@ -251,6 +251,6 @@ def _draw(
 
 
 def _size(shape: str) -> tuple[int, int]:
-    """Sort key: the width, then the number of elements."""
+    """Return the sort key of a shape: the width, then the number of elements."""
     sizes = [int(size) for size in shape.split("x")]
     return sizes[-1], math.prod(sizes)

@@ -1,4 +1,4 @@
-"""The accelerator, and timers: device time by its events, host time by its clock."""
+"""The accelerator, and timers: device time by the device's events, host time by a clock."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Accelerator:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the device only computes what a device would, so that no figure is one of it."""
+        """Whether the device is simulated: it computes the results, but its times mean nothing."""
         return bool(getattr(self.module, "is_simulated", False))
 
     @property
@@ -89,7 +89,7 @@ class Accelerator:
         self.module.empty_cache()
 
     def peak_memory(self, function: Callable[[], Any]) -> float:
-        """The peak memory of a call above what was allocated before it, in MB."""
+        """Return the peak memory of a call above what was allocated before it, in MB."""
         self.synchronize()
         before = self.module.memory_allocated()
         self.module.reset_peak_memory_stats()
@@ -109,12 +109,12 @@ class Accelerator:
         graph = getattr(self.module, "CUDAGraph" if self.kind == "cuda" else "NPUGraph")()
         with self.module.graph(graph):
             # Keep the outputs alive as long as the graph, which writes to them.
-            kept = function()
-        return lambda: (graph.replay(), kept)
+            outputs = function()
+        return lambda: (graph.replay(), outputs)
 
 
 def find(kind: str | None) -> Accelerator:
-    """The accelerator of a kind; with None, any accelerator of this machine.
+    """Return the accelerator of a device type; for None, any accelerator of this machine.
 
     Raises:
         NoAccelerator: there is no accelerator.
@@ -150,7 +150,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Effort:
-    """How often to time a call: `rounds` times, or fewer after `seconds` per provider."""
+    """The number of times that a call is timed: `rounds`, or fewer after `seconds` per provider."""
 
     rounds: int = 25
     seconds: float = 2.0
@@ -224,7 +224,7 @@ def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Any, Any]:
 def host_microseconds(
     accelerator: Accelerator, function: Callable[[], Any], clock: Clock = time.perf_counter
 ) -> Spread:
-    """The host's time per call, measured in bursts that the device can queue."""
+    """Measure the host's time per call, in bursts that the device can queue."""
     _warm_up(accelerator, lambda: function)
     times = []
     collecting = gc.isenabled()
@@ -244,7 +244,7 @@ def host_microseconds(
 
 
 def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> Spread:
-    """Milliseconds of one call on the device.
+    """Measure the milliseconds of one call on the device.
 
     Raises:
         RuntimeError: the call failed.
@@ -258,7 +258,8 @@ def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> 
 def consecutive(
     accelerator: Accelerator, step: Callable[[], Any], steps: int, warm_ups: int = 0
 ) -> tuple[Spread, float]:
-    """Milliseconds of a step among steps that follow each other, and their peak memory in MB."""
+    """Measure the milliseconds of a step among steps that follow each other, and their peak memory
+    in MB."""
     for _ in range(warm_ups):
         step()
     accelerator.synchronize()
@@ -274,7 +275,7 @@ def consecutive(
 
 
 def copy_rate(accelerator: Accelerator) -> Spread:
-    """The copy rate in GB/s, counting bytes read and bytes written."""
+    """Measure the copy rate in GB/s, counting bytes read and bytes written."""
     count = min(RATE_COPIED_BYTES, accelerator.free_memory() // 4) // 4
     source = torch.randn(count, device=accelerator.kind)
     target = torch.empty_like(source)
@@ -283,7 +284,7 @@ def copy_rate(accelerator: Accelerator) -> Spread:
 
 
 def matrix_rate(accelerator: Accelerator, dtype: torch.dtype) -> Spread:
-    """TFLOP/s of a product of square random matrices; matrices of zeros would be faster."""
+    """Measure the TFLOP/s of a product of square random matrices: with zeros it would be faster."""
     size = (RATE_MATRIX, RATE_MATRIX)
     a, b = (torch.randn(size, device=accelerator.kind, dtype=dtype) for _ in range(2))
     times = timed(accelerator, lambda: a @ b, RATE_EFFORT)

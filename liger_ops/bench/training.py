@@ -30,12 +30,14 @@ LOSS_BOUND = {torch.float32: (1e-4, 5e-2), torch.bfloat16: (5e-2, 2e-1)}
 
 @dataclass(frozen=True)
 class Training:
-    """Losses and seconds per step, where the first step compiles; the liger ops that a step runs;
-    and its peak memory in MB above parameters and optimizer state."""
+    """The record of a training run."""
 
+    # Of each step; the first step includes compilation.
     losses: Tensor
     seconds: list[float]
+    # The liger ops that a step runs.
     ops: Counter[str]
+    # The peak memory of a step in MB, above parameters and optimizer state.
     peak: float
 
     def __str__(self) -> str:
@@ -47,7 +49,8 @@ class Training:
 
 
 def profiled(step: Callable[[], Any], device: str) -> tuple[Counter[str], float]:
-    """The liger ops that a step runs, and its peak memory in MB above what was allocated before.
+    """Return the liger ops that a step runs, and its peak memory in MB above what was allocated
+    before.
 
     The step must be compiled already, because tracing also runs every op.
     """
@@ -79,7 +82,7 @@ class Comparison:
         return Counter({op: count for op, count in ops if op.endswith("_backward")})
 
     def rows(self) -> dict[str, str]:
-        """The printed comparison: row name -> text."""
+        """Return the printed comparison: row name -> text."""
         peaks = f"{self.untouched.peak:,.1f} MiB untouched, {self.changed.peak:,.1f} with liger_ops"
         return {
             "forward graph": counted(self.forward),
@@ -91,8 +94,8 @@ class Comparison:
         }
 
     def checks(self, forward: Counter[str], dtype: torch.dtype) -> dict[str, bool]:
-        """Check -> whether it holds: the graphs run these ops of a forward and their gradients, and
-        the losses of each step differ by at most the bound."""
+        """Return a dictionary: sentence -> whether it holds. The sentences are that the graphs run
+        the ops in `forward` and their gradients, and that losses differ by at most the bound."""
         bounds = torch.where(torch.arange(len(self.difference)) < EARLY_STEPS, *LOSS_BOUND[dtype])
         names = {op: f"{op.removesuffix('_forward')}_backward" for op in forward}
         gradients = Counter({names[op]: count for op, count in forward.items()})
@@ -140,6 +143,6 @@ def reported(rows: Mapping[str, object], checks: Mapping[str, bool], program: st
 
 
 def inductor_works() -> bool:
-    """Whether Inductor can build C++ code for the CPU here."""
+    """Return whether Inductor can build C++ code for the CPU here."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -1,8 +1,9 @@
 """Ops on tensors that are sharded over devices.
 
-Importing `torch.distributed.tensor` takes 0.7 s, so this module does not do so. The losses over a
-sharded vocabulary are imported when they are first used. The rules by which DTensor shards the ops
-are registered when the first DTensor reaches an op, or when `liger_ops` is imported after DTensor.
+Importing `torch.distributed.tensor` takes 0.7 s, so this module does not import it. The losses over
+a sharded vocabulary are imported when they are first used. The rules by which DTensor shards the
+ops are registered when the first DTensor reaches an op, or when `liger_ops` is imported after
+DTensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register_for_dtensor() -> bool:
-    """Register the sharding rules if DTensor has been imported; return whether they are new."""
+    """Register the sharding rules if DTensor has been imported; return whether this call did."""
     global _registered
     if _registered or not hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor"):
         return False

@@ -1,4 +1,4 @@
-"""clamped_swiglu and tiled_mlp: what depends on several arguments."""
+"""clamped_swiglu and tiled_mlp: checks of several arguments together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attn_res: the number of blocks."""
+"""attn_res: the number of blocks is not 0."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..lines import also, gives
 
 @also("multi_token_attention", first=True)
 def convolution(call: Any) -> None:
-    """Check what the size of the result is computed from."""
+    """Check the shapes and options from which the size of the result is computed."""
     scores, weight, groups = call.scores, call.weight, call.groups
     if scores.dim() != 4 or scores.shape[2] != scores.shape[3] or scores.shape[2] < 1:
         raise ValueError(

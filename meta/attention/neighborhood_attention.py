@@ -15,7 +15,7 @@ gives("like", "neighborhood_attention")(checks.in_layout_of)
 
 @also("neighborhood_attention")
 def heads(call: Any) -> None:
-    op, shape, of_key = checks.op(call), tuple(call.query.shape), call.key.shape[1]
+    op, shape, key_heads = checks.op(call), tuple(call.query.shape), call.key.shape[1]
     if len(shape) not in (4, 5):
         raise ValueError(f"{op}: query must have one or two spatial dimensions, got shape {shape}")
     if not 1 <= shape[-1] <= MOST_COLUMNS:
@@ -23,9 +23,9 @@ def heads(call: Any) -> None:
             f"{op}: query must have from 1 to {MOST_COLUMNS} elements in its last dimension,"
             f" got {shape[-1]}"
         )
-    if of_key < 1 or shape[1] % of_key != 0:
+    if key_heads < 1 or shape[1] % key_heads != 0:
         raise ValueError(
-            f"{op}: the heads of key must divide the {shape[1]} of query, got {of_key}"
+            f"{op}: the heads of key must divide the {shape[1]} of query, got {key_heads}"
         )
 
 
@@ -42,7 +42,7 @@ def windows(call: Any) -> None:
                 f" got {options[name]}"
             )
         if name == "is_causal":
-            # Its type in the schema is that of a list of ints.
+            # The schema has ints for it, because PyTorch has no type for a bool or a list of them.
             if not set(options[name]) <= {0, 1}:
                 raise ValueError(f"{op}: is_causal must be True or False, got {options[name]}")
         elif min(options[name]) < 1:

@@ -1,4 +1,4 @@
-"""moe_experts: the rows of gate_up, the pairs of LoRAs, and the layout of the gradients."""
+"""moe_experts: the rows of gate_up, the two factors of a LoRA, and the layout of the gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def whole_loras(call: Any) -> None:
 
 @gives("like", "moe_experts")
 def dense(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate an uninitialised dense tensor, in which a stack of matrices has its order."""
+    """Allocate an uninitialised dense tensor like `tensor`; if that is a stack of transposed
+    matrices, the new one is too."""
     if tensor.dim() == 3 and is_transposed(tensor):
         return checks.like(tensor.mT, dtype).mT
     return checks.like(tensor, dtype)

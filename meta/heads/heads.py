@@ -1,5 +1,5 @@
-"""Losses of hidden states and a head: which tensors are given, the accumulation of gradients, and
-the gradients that a forward computes."""
+"""Losses of hidden states and a head: which tensors a call must have together, the dtype in which
+gradients are summed, and the allocation of the gradients that a forward computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ LOSSES = (
 
 @also(*LOSSES[:3], first=True)
 def given(call: Any) -> None:
-    """Check that a LoRA is whole, and that no mask asks for the gradient of what is None."""
+    """Check that both factors of a LoRA are given, or none, and that no mask asks for the gradient
+    of an argument that is None."""
     op, heads = checks.op(call), [trained(call)]
     if hasattr(call, "teacher_x"):
         heads.append(tuple(f"teacher_{name}" for name in HEAD))
@@ -39,13 +40,13 @@ def given(call: Any) -> None:
 def teacher(call: Any) -> None:
     op = checks.op(call)
     must = "the teacher must be given by teacher_logits or by teacher_x and teacher_weight"
-    layer = [name for name, _ in checks.given(call, ("teacher_x", "teacher_weight"))]
+    head = [name for name, _ in checks.given(call, ("teacher_x", "teacher_weight"))]
     if call.teacher_logits is not None:
         others = checks.given(call, [f"teacher_{name}" for name in HEAD])
         if others:
             raise ValueError(f"{op}: {must}, not both, got {others[0][0]} beside teacher_logits")
-    elif len(layer) < 2:
-        raise ValueError(f"{op}: {must}, got {layer[0] if layer else 'none of these'}")
+    elif len(head) < 2:
+        raise ValueError(f"{op}: {must}, got {head[0] if head else 'none of these'}")
     if call.hard_weight != 0 and call.target is None:
         raise ValueError(f"{op}: hard_weight must be 0 without a target, got {call.hard_weight}")
     given(call)
@@ -53,13 +54,13 @@ def teacher(call: Any) -> None:
 
 @also(*LOSSES)
 def accumulation(call: Any) -> None:
-    """Check that there is a class, or a word, and the dtype of the sum of weight's gradient."""
+    """Check that the vocabulary has at least one word, accum_dtype, and gradient_mask."""
     for name in ("weight", "student_weight", "teacher_weight"):
         if getattr(call, name, None) is not None:
             checks.at_least_one(call, name, "class", dim=0)
-    for name, what in (("teacher_ids", "word"), ("teacher_logits", "class")):
+    for name, element in (("teacher_ids", "word"), ("teacher_logits", "class")):
         if getattr(call, name, None) is not None:
-            checks.at_least_one(call, name, what)
+            checks.at_least_one(call, name, element)
     dtype = getattr(call, trained(call)[1]).dtype
     accepted = {dtype, torch.float64 if dtype is torch.float64 else torch.float32}
     if call.accum_dtype is not None and call.accum_dtype not in accepted:

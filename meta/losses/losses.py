@@ -1,4 +1,5 @@
-"""Losses: the number of classes, the divisor of a mean, and what parts of a vocabulary know."""
+"""Losses: the number of classes, the divisor of a mean, the known statistics of a divergence, and
+the number of experts that a router selects."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def modulation(call: Any) -> None:
 
 
 def _has_rows_of_samples(x: Tensor, scale: Tensor) -> bool:
-    """Whether each row of scale is for as many neighbouring rows of x."""
+    """Return whether each row of scale belongs to the same number of neighbouring rows of x."""
     if not 1 <= scale.dim() <= x.dim() or scale.shape[-1] != x.shape[-1]:
         return False
     leading = list(scale.shape[:-1])
@@ -29,5 +29,5 @@ def _has_rows_of_samples(x: Tensor, scale: Tensor) -> bool:
         leading.pop()
     if leading == list(x.shape[: len(leading)]):
         return True
-    # A batch that was flattened to rows.
+    # x's batch and positions are flattened to rows, and scale has a row for each of the batch.
     return x.dim() == 2 and leading[0] > 0 and x.shape[0] % leading[0] == 0

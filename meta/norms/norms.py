@@ -1,4 +1,4 @@
-"""Options of norms that depend on the tensors."""
+"""Norms: options whose accepted values depend on the tensors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def tables(call: Any) -> None:
     q_name = "q" if hasattr(call, "q") else "dq"
     _check_dtypes(call)
     B, _, S, D = getattr(call, q_name).shape
-    # A table per pair or element is one per matrix without the two dimensions of a matrix.
+    # Without the last two dimensions, a table of 2x2 matrices has the shape of one of numbers.
     of_matrices = holds_matrices(cos, call.sin)
     per_pair = call.per_pair or call.sin is None
     columns = "R/2" if per_pair else "R"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench_stand_in import CpuStandIn, ManualClock
-from liger_ops.bench.measure import Call
+from liger_ops.bench.measure import ProviderCall
 from liger_ops.bench.timing import (
     BURSTS,
     CALLS_OF_A_BURST,
@@ -86,7 +86,7 @@ def test_each_mode_times_its_part() -> None:
             return 2 * dy
 
     x = torch.ones(3, requires_grad=True)
-    call = Call(Doubled.apply, [x], [torch.full((3,), 5.0)])
+    call = ProviderCall(Doubled.apply, [x], [torch.full((3,), 5.0)])
     expected = {
         "forward": ([], ["forward"]),
         "backward": (["forward"], ["forward", "backward"]),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.bench.measure import Call, relative_error
+from liger_ops.bench.measure import ProviderCall, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.attention import masked_attention, model_multi_token
@@ -53,15 +53,15 @@ EXPERTS = ("moe_experts",)
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
 
-def call_of(op: str, name: str, dtype: torch.dtype, peers: Peers | None = None) -> Call:
+def call_of(op: str, name: str, dtype: torch.dtype, peers: Peers | None = None) -> ProviderCall:
     entry = ENTRIES[op]
     draw = Draw("cpu", dtype)
     inputs = entry.inputs(draw, TINY.get(op, (6, 32)))
     dys = entry.upstream(draw, inputs)
-    return Call(functions(entry, [name], peers or Peers())[name], inputs, dys)
+    return ProviderCall(functions(entry, [name], peers or Peers())[name], inputs, dys)
 
 
-def error_of(op: str, call: Call) -> float:
+def error_of(op: str, call: ProviderCall) -> float:
     entry = ENTRIES[op]
     truth = entry.truth(entry.definition, call.tensors, call.dys)
     return relative_error(call.results(), truth)

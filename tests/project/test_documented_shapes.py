@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from liger_ops import library
-from liger_ops.axes import Entry, Line, lines
+from liger_ops.axes import Line, TensorSpec, lines
 from liger_ops.meta.lines import EXCEPTIONS
 
 pytestmark = pytest.mark.quick
@@ -46,9 +46,9 @@ def shapes_in(text: str, own: str) -> dict[str, str]:
     return found
 
 
-def form(entry: Entry) -> str:
+def form(entry: TensorSpec) -> str:
     axes = entry.axes if entry.reduced is None else entry.reduced
-    return "one element" if axes == ("1",) else entry._replace(axes=axes).form
+    return "one element" if axes == ("1",) else entry._replace(axes=axes).shape_text
 
 
 def disagreements(name: str, forms: tuple[Line, ...], arguments: str, returns: str) -> list[str]:

@@ -26,7 +26,7 @@ import liger_ops
 from ..timing import Accelerator, consecutive
 
 STEPS, WARM_UPS = 15, 4
-# The gradients of biases are sums of bfloat16 in transformers' code.
+# Loose, because transformers' code sums the gradients of biases in bfloat16.
 ALLOWED = 5e-2
 
 
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def rows(layer: Layer, skewed: bool, ways: list[str]) -> Iterator[tuple[str, float, str]]:
-    """Each way, the error of its gradients, and its figures."""
+    """Yield for each way its name, the error of its gradients, and its figures."""
     leaves, index, dy = tensors(layer, skewed)
     calls = functions(layer, leaves, index)
     truth = gradients(calls["eager"], leaves, dy)
@@ -88,9 +88,10 @@ def rows(layer: Layer, skewed: bool, ways: list[str]) -> Iterator[tuple[str, flo
 
 
 def tensors(layer: Layer, skewed: bool) -> tuple[list[Tensor], Tensor, Tensor]:
-    """x, the weights, the router's weights, the biases and the LoRAs' parameters as peft has them;
-    the ids; and the gradient of y. If skewed, a tenth of the experts is drawn for half of the ids,
-    none twice for a token."""
+    """Draw the inputs of a layer, the ids of experts, and the gradient of y. The inputs are x, the
+    weights, the router's weights, the biases, and the parameters of LoRAs in peft's layout. If
+    skewed, a tenth of the experts gets about half of the ids. No expert is drawn twice for a
+    token."""
     T, K, E, D, I, is_gpt_oss, R = layer
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,13 +119,13 @@ def functions(
     biases, loras = (rest[:2], rest[2:]) if layer.is_gpt_oss else ([], rest)
     views = [w.mT for w in (gate_up, down)] if layer.is_gpt_oss else [gate_up, down]
     activation = "clamped_swiglu" if layer.is_gpt_oss else "silu"
-    given: list[Any] = [x, *views, index, router, *biases]
+    arguments: list[Any] = [x, *views, index, router, *biases]
     options: Any = {"activation": activation, "interleaved": layer.is_gpt_oss}
     names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
 
     def ours(recompute: bool = False) -> Tensor:
         lora = dict(zip(names, factors(layer, loras), strict=False))
-        return liger_ops.moe_experts(*given, **options | lora | {"recompute": recompute})
+        return liger_ops.moe_experts(*arguments, **options | lora | {"recompute": recompute})
 
     parameters = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     module: Any = SimpleNamespace(
@@ -150,16 +151,16 @@ def functions(
     }  # fmt: skip
 
 
-def liger_kernel(*given: Tensor) -> Tensor:
-    """Liger-Kernel's fused experts, without biases or a LoRA; they tune for minutes first."""
+def liger_kernel(*tensors: Tensor) -> Tensor:
+    """Call Liger-Kernel's fused experts, without biases or a LoRA. They tune for minutes first."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    x, gate_up, down, index, router = given
+    x, gate_up, down, index, router = tensors
     return LigerFusedMoEFunction.apply(x, gate_up, down, index.int(), router)
 
 
 def factors(layer: Layer, loras: list[Tensor]) -> list[Tensor]:
-    """The parameters of LoRAs as views of each expert's."""
+    """Reshape the parameters of LoRAs from peft's layout to a matrix for each expert."""
     E = layer.experts
     return [
         t.unflatten(1, (-1, E)).permute(2, 0, 1).contiguous() if i % 2 else t.unflatten(0, (E, -1))
@@ -173,7 +174,7 @@ def gated(h: Tensor) -> Tensor:
 
 
 def clamped(h: Tensor) -> Tensor:
-    """As GPT-OSS's."""
+    """Compute the activation of GPT-OSS."""
     gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(gate * 1.702)
 
@@ -181,7 +182,8 @@ def clamped(h: Tensor) -> Tensor:
 def products(
     layer: Layer, leaves: list[Tensor], index: Tensor
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The products of the forward, and of the backward, of rows that are gathered already."""
+    """Return functions of the matrix products of the forward, and of the backward, without the
+    gathering of rows."""
     x, gate_up, down = (leaf.detach() for leaf in leaves[:3])
     up, back = (gate_up, down) if layer.is_gpt_oss else (gate_up.mT, down.mT)
     ids = index.flatten().sort().values

@@ -63,9 +63,9 @@ LLAMAS = ("llama-3.2-1b", "tiny")
 PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS, "llama")
 PATCHES |= {"qwen3-moe": "qwen3_moe", "deepseek-v3": "deepseek_v3"}
 PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
-# The shapes for a way that does not apply to all shapes.
+# Way -> the shapes that it applies to, if these are not all.
 FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
-# What packages with kernels for GPUs alone require.
+# Package that an installed package requires -> its name in messages, if it needs a GPU.
 FOR_GPUS = {"triton": "Triton", "nvidia-cutlass-dsl": "CUTLASS"}
 UNCOMPILED = ("eager", "fused", "liger-kernel")
 COMPILED_FIRST = "runs, compiled first: a minute or more if nothing is cached ..."
@@ -124,21 +124,21 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
 
 
 def lacks(package: str, on_gpu: bool) -> str:
-    """Why this package cannot run here, or an empty string."""
+    """Return the reason that a package cannot run here, or an empty string."""
     try:
         required = requires(package) or []
     except PackageNotFoundError:
         return "is not installed"
     names = [re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line]
-    made = [FOR_GPUS[name] for name in names if name in FOR_GPUS]
-    return "" if on_gpu or not made else f"needs a GPU: its kernels are made with {made[0]}"
+    tools = [FOR_GPUS[name] for name in names if name in FOR_GPUS]
+    return "" if on_gpu or not tools else f"needs a GPU: its kernels are made with {tools[0]}"
 
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "liger_ops.bench.steps.model", way, "--one"]
     for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
-        if (given := getattr(options, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", str(given)]
+        if (value := getattr(options, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
     command += ["--autocast"] if options.autocast else []
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
@@ -172,10 +172,10 @@ def line(way: str, result: dict[str, Any], wrong: bool, causal: dict[str, Any] |
 
 
 def table(shape: str, results: Mapping[str, dict[str, Any]]) -> str:
-    """The ways as the README shows them."""
+    """Format the ways as the README shows them."""
     devices = {result["device"] for result in results.values()}
     rows = [(f"training step, {', '.join((shape, *devices))}", "ms", "peak GiB"), ("---",) * 3]
-    rows += [(way, f"{one['ms']:.1f}", f"{one['gib']:.3g}") for way, one in results.items()]
+    rows += [(way, f"{row['ms']:.1f}", f"{row['gib']:.3g}") for way, row in results.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -89,7 +89,7 @@ def text_model(
     shape: str, kind: str, size: tuple[int, int], device: str, attention: str | None,
     layers: int | None = None, autocast: bool = False,
 ) -> Made:  # fmt: skip
-    """A model in bfloat16, or in float32 under autocast, its loss and a batch."""
+    """Return a model in bfloat16, or in float32 under autocast, with its loss and a batch."""
     others = {} if layers is None else {"num_hidden_layers": layers}
     config = config_of(shape, use_cache=False, **others)
     torch.set_default_dtype(torch.float32 if autocast else torch.bfloat16)
@@ -107,14 +107,15 @@ def text_model(
 
 
 def config_of(shape: str, **others: Any) -> Any:
-    """The transformers configuration of a shape of TEXT, with other options."""
+    """Return the transformers configuration of a shape of TEXT, with further options."""
     name, sizes, options, _ = TEXT[shape]
     sized = dict(zip(SIZES, sizes, strict=False))
     return getattr(transformers, f"{name}Config")(**{**sized, **options, **others})
 
 
 def text_batch(kind: str, size: tuple[int, int], vocabulary: int, device: str) -> Batch:
-    """Random tokens: no mask, a mask of ones, a quarter of padding, or 4 documents a row."""
+    """Return random tokens with no mask, a mask of ones, a quarter of padding, or 4 documents a
+    row."""
     rows, length = size
     tokens = torch.randint(0, vocabulary, size, device=device)
     if kind == "none":
@@ -125,7 +126,7 @@ def text_batch(kind: str, size: tuple[int, int], vocabulary: int, device: str) -
         return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
     mask = torch.ones_like(tokens)
     if kind == "padded":
-        # The rows have no padding up to a half of it, evenly, so that the batch has a quarter.
+        # The padding grows evenly from none in the first row to half of the last: a quarter of all.
         for row in range(rows):
             mask[row, length - length * row // max(2 * (rows - 1), 1) :] = 0
     labels = tokens.masked_fill(mask == 0, -100)

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts, and figures of all of them."""
+"""The ranks that torchrun starts: their mesh, output, and figures over all of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @contextmanager
 def ranks() -> Iterator[DeviceMesh]:
-    """The mesh of all ranks: one GPU each with NCCL, or one CPU process each with gloo."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
+    """Yield the mesh of all ranks: one GPU each with NCCL, or one CPU process each with gloo."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        yield init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
+        yield init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
     finally:
         dist.destroy_process_group()
 
@@ -31,12 +31,12 @@ def say(line: str) -> None:
 
 
 def largest(*figures: float) -> list[float]:
-    """The largest of each figure over the ranks."""
+    """Return the maximum of each figure over the ranks."""
     values = torch.tensor(figures, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [float(value) for value in values]
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
-    """|found - truth| / |truth|, in norm; the truth is float32."""
-    return float((found.float() - truth).norm() / truth.norm())
+def relative(value: Tensor, truth: Tensor) -> float:
+    """Return |value - truth| / |truth|, in norm; the truth is float32."""
+    return float((value.float() - truth).norm() / truth.norm())

@@ -50,15 +50,15 @@ Gradients = dict[str, Tensor]
 def main() -> int:
     on_gpu = torch.cuda.is_available()
     with ranks() as mesh:
-        layer, x, dy, tables = made("llama-8b-8-layers" if on_gpu else "tiny", mesh.device_type)
+        layer, x, dy, tables = prepare("llama-8b-8-layers" if on_gpu else "tiny", mesh.device_type)
         truth = gradients(layer, x, dy, tables)
         allowed: dict[str, float] = {}
         failed = False
         for way, (fused, backend) in WAYS.items():
             torch.compiler.reset()
             step = sharded_step(layer, x, dy, tables, mesh, fused, backend if on_gpu else None)
-            errors = {name: relative(found, truth[name]) for name, found in step().items()}
-            # bfloat16 rounds in other places.
+            errors = {name: relative(grad, truth[name]) for name, grad in step().items()}
+            # The first way, PyTorch's layers, sets the bound: the others round in other places.
             allowed = allowed or {name: 2 * error + 2**-8 for name, error in errors.items()}
             wrong = [name for name, error in errors.items() if error > allowed[name]]
             failed |= bool(wrong)
@@ -71,8 +71,8 @@ def main() -> int:
     return int(failed)
 
 
-def made(shape: str, device: str) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The same layer, input, gradient and tables on every rank."""
+def prepare(shape: str, device: str) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return the same layer, input, gradient and rotary tables on every rank."""
     config, tokens = config_of(shape, attn_implementation="sdpa"), TEXT[shape][3][1]
     torch.manual_seed(0)
     with torch.device(device):
@@ -88,15 +88,16 @@ def output(layer: nn.Module, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
 
 
 def gradients(layer: nn.Module, x: Tensor, dy: Tensor, tables: tuple[Tensor, ...]) -> Gradients:
-    """In float32, on one device."""
-    wide, given = copy.deepcopy(layer).float(), x.float().requires_grad_()
-    output(wide, given, tuple(table.float() for table in tables)).backward(dy.float())
-    return collected(wide, given)
+    """Compute the gradients of the whole layer in float32, on one device."""
+    wide, wide_x = copy.deepcopy(layer).float(), x.float().requires_grad_()
+    output(wide, wide_x, tuple(table.float() for table in tables)).backward(dy.float())
+    return collected(wide, wide_x)
 
 
 def collected(layer: nn.Module, x: Tensor) -> Gradients:
-    found = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-    return {name: whole(grad) for name, grad in found.items() if grad is not None}
+    """Return the whole gradients of x and of the layer's parameters."""
+    grads = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    return {name: whole(grad) for name, grad in grads.items() if grad is not None}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -107,21 +108,21 @@ def sharded_step(
     layer: nn.Module, x: Tensor, dy: Tensor, tables: tuple[Tensor, ...], mesh: DeviceMesh,
     fused: bool, backend: str | None,
 ) -> Callable[..., Gradients]:  # fmt: skip
-    # fuse replaces modules inside of the one that it is given.
+    # `fuse` replaces the modules within the module that it gets, and not that module itself.
     holder = nn.Sequential(copy.deepcopy(layer))
     if fused:
         liger_ops.fuse(holder)
-    own = parallelize_module(holder[0], mesh, plan())
+    sharded = parallelize_module(holder[0], mesh, plan())
     if backend is not None:
-        own.compile(backend=backend)
-    given, dgiven = (rows(tensor, mesh) for tensor in (x, dy))
-    given.requires_grad_()
+        sharded.compile(backend=backend)
+    local_x, local_dy = (rows(tensor, mesh) for tensor in (x, dy))
+    local_x.requires_grad_()
 
     def step(collect: bool = True) -> Gradients:
-        own.zero_grad()
-        given.grad = None
-        output(own, given, tables).backward(dgiven)
-        return collected(own, given) if collect else {}
+        sharded.zero_grad()
+        local_x.grad = None
+        output(sharded, local_x, tables).backward(local_dy)
+        return collected(sharded, local_x) if collect else {}
 
     return step
 
@@ -145,8 +146,9 @@ def plan() -> dict[str, Any]:
 
 
 def rows(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    own = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
-    return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).detach()
+    """Shard a tensor over its tokens."""
+    local = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(local, mesh, [Shard(1)], run_check=False).detach()
 
 
 if __name__ == "__main__":

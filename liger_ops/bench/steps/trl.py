@@ -33,7 +33,7 @@ from .models import config_of
 
 WORDS = 64
 UNTIMED = 3
-# The words of a prompt and of a completion, the rows of a batch, and the steps.
+# Shape -> the words of a prompt and of a completion, the rows of a batch, and the steps.
 SHAPES = {"llama-3.2-1b": (512, 8, 12), "tiny": (8, 2, 5)}
 
 
@@ -89,7 +89,7 @@ def trainer(kind: str, shape: str, model: Any, folder: Path, on_gpu: bool) -> An
             temperature=0.9,
             **options,
         ),  # fmt: skip
-        reward_funcs=lambda completions, **_: [float(len(one) % 5) for one in completions],
+        reward_funcs=lambda completions, **_: [float(len(text) % 5) for text in completions],
         train_dataset=datasets.Dataset.from_list([{"prompt": words()} for _ in range(2 * rows)]),
         processing_class=tokenizer(),
     )
@@ -116,7 +116,7 @@ def main() -> None:
         if options.way == "fuse" and getattr(training, "ref_model", None) is not None:
             liger_ops.fuse(training.ref_model)
         milliseconds, peaks = timed(training, on_gpu)
-    losses = [round(one["loss"], 5) for one in training.state.log_history if "loss" in one]
+    losses = [round(log["loss"], 5) for log in training.state.log_history if "loss" in log]
     measured = "not timed on a CPU"
     if on_gpu:
         median = statistics.median(milliseconds[UNTIMED:])
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def timed(training: Any, on_gpu: bool) -> tuple[list[float], list[int]]:
-    """Train, and return each step's milliseconds, without its optimizer's, and peak of memory."""
+    """Train, and return each step's milliseconds without the optimizer, and its peak memory."""
     prepare, step = training._prepare_inputs, training.training_step
     milliseconds: list[float] = []
     peaks: list[int] = []

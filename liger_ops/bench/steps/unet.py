@@ -1,4 +1,4 @@
-"""A UNet, as diffusion models have, with random images."""
+"""A UNet like those of diffusion models, with random images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .models import Batch, Made
 
-# The channels of each level, and the side of the images in pixels.
+# Shape -> the channels of each level, and the side of the images in pixels.
 UNETS = {"unet": ((320, 640, 1280), 128), "unet-tiny": ((32,), 8)}
 CHANNELS_LAST = "-channels-last"
 
@@ -68,12 +68,12 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         results = []
-        for one, two, halve in self.down:
-            x = two(one(x))
+        for block1, block2, halve in self.down:
+            x = block2(block1(x))
             results.append(x)
             x = halve(x)
         x = self.middle(x)
-        for (double, one, two), result in zip(self.up, reversed(results), strict=True):
+        for (double, block1, block2), result in zip(self.up, reversed(results), strict=True):
             x = double(F.interpolate(x, scale_factor=2.0))
-            x = two(one(torch.cat([x, result], 1)))
+            x = block2(block1(torch.cat([x, result], 1)))
         return self.last(F.silu(self.norm(x)))

@@ -38,7 +38,7 @@ BOUND = 3e-2
 
 
 @dataclass
-class Step:
+class VocabularyStep:
     """Forward and backward of a loss of x (M, D), the rank's words (v, D) and targets (M,)."""
 
     x: Tensor
@@ -55,7 +55,8 @@ class Step:
         return whole
 
     def measured(self, loss_of: Loss) -> str:
-        """The median time on the slowest rank, and this rank's peak of memory."""
+        """Measure the median time on the slowest rank, and this rank's peak memory; return them as
+        text."""
         accelerator = Accelerator("cuda")
         for _ in range(3):
             self.take(loss_of)
@@ -87,7 +88,7 @@ class Truth:
     dx: Tensor
     dweight: Tensor
 
-    def errors(self, loss_of: Loss, step: Step) -> str:
+    def errors(self, loss_of: Loss, step: VocabularyStep) -> str:
         loss = step.take(loss_of)
         errors = (
             abs(loss - self.loss).item(),
@@ -107,8 +108,8 @@ def main() -> None:
     parser.add_argument("--divergence", choices=("forward_kl", "reverse_kl", "jsd"))
     options = parser.parse_args()
     with ranks() as mesh:
-        named, truth, step = made(options, mesh)
-        few = Step(step.x[:COMPARED], step.weight, step.target[:COMPARED], step.within)
+        named, truth, step = prepare(options, mesh)
+        few = VocabularyStep(step.x[:COMPARED], step.weight, step.target[:COMPARED], step.within)
         few.x = few.x.detach().clone().requires_grad_()
         for name, loss_of in named.items():
             if options.way and name not in options.way:
@@ -125,24 +126,26 @@ def main() -> None:
         dist.barrier()
 
 
-def made(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[dict[str, Loss], Truth, Step]:
-    """The ways, what they should find for the first tokens, and the step of all tokens."""
+def prepare(
+    options: argparse.Namespace, mesh: DeviceMesh
+) -> tuple[dict[str, Loss], Truth, VocabularyStep]:
+    """Return the ways, the true results for the first tokens, and the step of all tokens."""
     generator = torch.Generator(mesh.device_type).manual_seed(0)
-    given: dict[str, Any] = {"device": mesh.device_type, "generator": generator}
+    draw: dict[str, Any] = {"device": mesh.device_type, "generator": generator}
 
     def hidden_and_head() -> tuple[Tensor, Tensor]:
-        x = torch.randn(options.tokens, options.hidden, **given).bfloat16()
-        weight = torch.randn(options.words, options.hidden, **given) * options.hidden**-0.5
+        x = torch.randn(options.tokens, options.hidden, **draw).bfloat16()
+        weight = torch.randn(options.words, options.hidden, **draw) * options.hidden**-0.5
         return x, weight.bfloat16()
 
     x, weight = hidden_and_head()
-    target = torch.randint(0, options.words, (options.tokens,), **given)
+    target = torch.randint(0, options.words, (options.tokens,), **draw)
     target[::7] = IGNORED
     leaves = [tensor.float().requires_grad_() for tensor in (x[:COMPARED], weight)]
     logits = leaves[0] @ leaves[1].t()
     held = -(-options.words // mesh.size())
     rank = mesh.get_local_rank()
-    own = slice(min(rank * held, options.words), min((rank + 1) * held, options.words))
+    local = slice(min(rank * held, options.words), min((rank + 1) * held, options.words))
     # The gradient of a log_softmax within loss_parallel is that of a cross-entropy.
     within: Callable[[], AbstractContextManager[Any]] = loss_parallel
     if kind := options.divergence:
@@ -150,13 +153,15 @@ def made(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[dict[str, Loss]
         teacher_x, teacher = hidden_and_head()
         log_p = (teacher_x[:COMPARED].float() @ teacher.float().t()).log_softmax(-1)
         loss = written(logits.log_softmax(-1), log_p, kind)
-        named = ways_of_divergence(mesh, options.words, kind, teacher_x, teacher[own].clone())
+        named = ways_of_divergence(mesh, options.words, kind, teacher_x, teacher[local].clone())
     else:
         loss = F.cross_entropy(logits, target[:COMPARED])
         named = ways(mesh, options.words)
     loss.backward()
-    dx, dweight = gradient_of(leaves[0]), gradient_of(leaves[1])[own].clone()
-    step = Step(x.requires_grad_(), weight[own].clone().requires_grad_(), target, within)
+    dx, dweight = gradient_of(leaves[0]), gradient_of(leaves[1])[local].clone()
+    step = VocabularyStep(
+        x.requires_grad_(), weight[local].clone().requires_grad_(), target, within
+    )
     return named, Truth(loss.detach(), dx, dweight), step
 
 

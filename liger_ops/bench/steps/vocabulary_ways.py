@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class Products(torch.autograd.Function):
-    """The three products and the sum of dx over the ranks, with nothing between: a bound."""
+    """The three matrix products and the sum of dx over the ranks: a lower bound of the time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
@@ -48,7 +48,8 @@ def sharded_logits(logits: Tensor, mesh: DeviceMesh, words: int) -> DTensor:
 
 
 def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
-    """The ways to compute the mean loss of x (M, D), the rank's words (v, D) and targets (M,)."""
+    """Return the ways to compute the mean loss of x (M, D), the rank's words (v, D) and targets
+    (M,)."""
     group = mesh.get_group()
     sharded: dict[str, Any] = {"group": group, "vocab_size": words}
 
@@ -56,8 +57,8 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
         return F.linear(Replicated.apply(x, group), weight)
 
     def log_prob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        found, _ = distributed.linear_log_prob(x, weight, target, **sharded)
-        return -found.sum() / (target != IGNORED).sum()
+        values, _ = distributed.linear_log_prob(x, weight, target, **sharded)
+        return -values.sum() / (target != IGNORED).sum()
 
     def of_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(sharded_logits(linear(x, weight), mesh, words), target)
@@ -77,7 +78,7 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
 
 
 def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
-    """The losses of other packages, which are imported when they are called."""
+    """Return the losses of other packages, which are imported when they are called."""
 
     def of(owner: str, path: str, x: Tensor, on_gpus: bool = False) -> Any:
         function = resolve_name(path)
@@ -108,12 +109,12 @@ def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
     def of_verl(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         path = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
         function = of("verl", path, x, True)
-        found, _ = function(Replicated.apply(x, group), weight, target, 1.0, "none", group)
-        return mean(-found, target)
+        values, _ = function(Replicated.apply(x, group), weight, target, 1.0, "none", group)
+        return mean(-values, target)
 
     def mean(losses: Tensor, target: Tensor) -> Tensor:
-        kept = target != IGNORED
-        return torch.where(kept, losses, 0.0).sum() / kept.sum()
+        counted = target != IGNORED
+        return torch.where(counted, losses, 0.0).sum() / counted.sum()
 
     def after_linear(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
         return lambda x, weight, target: mean(
@@ -132,7 +133,8 @@ def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
 def ways_of_divergence(
     mesh: DeviceMesh, words: int, kind: str, teacher_x: Tensor, teacher_weight: Tensor
 ) -> dict[str, Loss]:
-    """The ways to compute the mean divergence of a head from its teacher, with the rank's words."""
+    """Return the ways to compute the mean divergence of a head from its teacher, with the rank's
+    words."""
     group = mesh.get_group()
     sharded: dict[str, Any] = {"group": group, "vocab_size": words}
 
@@ -163,7 +165,7 @@ def ways_of_divergence(
 
 
 def written(log_q: Tensor, log_p: Tensor, kind: str) -> Tensor:
-    """A mean divergence as trainers write it."""
+    """Compute a mean divergence as trainers write it."""
     if kind == "jsd":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         terms = (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2

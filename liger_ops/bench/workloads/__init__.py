@@ -25,7 +25,7 @@ SETS = ("figures", "models", "small")
 def selected(
     ops: Sequence[str] | None, shapes: Sequence[str], dtypes: Sequence[str] | None
 ) -> list[Workload]:
-    """The workloads of the selected ops, each once, in the order of the ops.
+    """Return the workloads of the selected ops, each once, in the order of the ops.
 
     Args:
         ops: names of ops, or None for all.
@@ -42,19 +42,19 @@ def selected(
     for dtype in dtypes or ():
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    found = dict.fromkeys(
+    chosen = dict.fromkeys(
         (op, shape, dtype)
         for op in ops or ENTRIES
         for choice in shapes
         for shape in _shapes(ENTRIES[op], choice)
         for dtype in dtypes or (["bfloat16"] if choice == "figures" else DTYPES)
     )
-    if not found:
+    if not chosen:
         raise ValueError(
             f"no op here has a shape {', '.join(shapes)}; shapes are {', '.join(SETS)}, a model"
             f" ({', '.join(_model_names())}), or sizes such as 8192x4096"
         )
-    return [Workload(ENTRIES[op], shape, DTYPES[dtype]) for op, shape, dtype in found]
+    return [Workload(ENTRIES[op], shape, DTYPES[dtype]) for op, shape, dtype in chosen]
 
 
 def _shapes(entry: Entry, choice: str) -> list[Shape]:

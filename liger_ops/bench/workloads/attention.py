@@ -18,7 +18,7 @@ WINDOW = 129
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with the mask of the windows, L x L."""
+    """Compute attention with an L x L mask of the windows."""
     positions = torch.arange(query.shape[2], device=query.device)
     mask = (positions[:, None] - positions).abs() <= WINDOW // 2
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -27,7 +27,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def windowed_truth(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The op's definition in float64: the mask of 32768 tokens, and its scores, fit no device."""
+    """Compute the op's definition in float64. The models' code would need a mask and scores that
+    fit no device for 32768 tokens."""
     query, key, value = (tensor.detach().double().requires_grad_() for tensor in tensors)
     y = liger_ops.neighborhood_attention(query, key, value, WINDOW)
     grads = torch.autograd.grad(y, (query, key, value), dys[0].double())
@@ -35,7 +36,7 @@ def windowed_truth(
 
 
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
-    """Queries, keys and values as attention gets them from a projection: transposed views."""
+    """Draw queries, keys and values as attention gets them from a projection: transposed views."""
     batch, length, heads, width = shape
     return [
         draw.normal(batch, length, heads, width).transpose(1, 2).requires_grad_() for _ in range(3)
@@ -60,14 +61,14 @@ def model_multi_token(scores: Tensor, weight: Tensor) -> Tensor:
 
 
 def _scores(draw: Draw, shape: Shape) -> list[Tensor]:
-    """Scores, and a kernel that mixes all heads over 3 queries and 3 keys."""
+    """Draw scores, and a kernel that mixes all heads over 3 queries and 3 keys."""
     batch, heads, length = shape
     scale = (9 * heads) ** -0.5
     return [draw.leaf(batch, heads, length, length), draw.leaf(heads, heads, 3, 3, scale=scale)]
 
 
 def _moved_scores(shape: Shape) -> dict[str, int]:
-    """Scores and the result, and their gradients; and the kernel."""
+    """Return the least number of elements to move: scores, result, kernel and their gradients."""
     batch, heads, length = shape
     scores, kernel = batch * heads * length**2, 9 * heads**2
     return moved(2 * scores + kernel, 3 * scores + 2 * kernel)

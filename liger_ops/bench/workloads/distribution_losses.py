@@ -12,13 +12,13 @@ from .losses import OF_LOGITS, model_jsd
 
 
 def _distributions(draw: Draw, shape: Shape, logarithms: tuple[bool, bool]) -> list[Tensor]:
-    """Two of them, or their logarithms. The second, the teacher's, is not trained."""
-    found = []
+    """Draw two distributions, or their logarithms. The second, the teacher's, is not trained."""
+    distributions = []
     for logarithm in logarithms:
         x = wide(draw.normal(*shape)).log_softmax(-1)
-        found.append((x if logarithm else x.exp()).to(draw.dtype))
-    found[0].requires_grad_()
-    return found
+        distributions.append((x if logarithm else x.exp()).to(draw.dtype))
+    distributions[0].requires_grad_()
+    return distributions
 
 
 def _loss(op: str, liger: Any, logarithms: tuple[bool, bool], **more: Any) -> Entry:

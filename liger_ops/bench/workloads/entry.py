@@ -1,4 +1,4 @@
-"""An op in the bench (Entry), and an op at one shape and dtype (Workload)."""
+"""The classes of the bench's table: an op (Entry), and an op at one shape and dtype (Workload)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A random tensor of the same shape and strides."""
+        """Draw a random tensor of the same shape and strides."""
         return torch.empty_like(tensor, device=self.device).copy_(self.normal(*tensor.shape))
 
     def leaf(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -44,7 +44,7 @@ class Draw:
 def truth_at_once(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The definition's outputs and gradients in float64."""
+    """Compute the definition's outputs and gradients in float64."""
     wide = [
         t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         for t in tensors
@@ -56,7 +56,8 @@ def truth_at_once(
 
 
 def leaves(tensors: int, vectors: int = 0) -> Callable[[Draw, Shape], list[Tensor]]:
-    """The inputs of an op: tensors of the full shape, then vectors of its second dimension."""
+    """Return the function that draws an op's inputs: tensors of the full shape, then vectors of the
+    size of its second dimension."""
 
     def inputs(draw: Draw, shape: Shape) -> list[Tensor]:
         return [draw.leaf(*size) for size in (*[shape] * tensors, *[shape[1:2]] * vectors)]
@@ -67,38 +68,39 @@ def leaves(tensors: int, vectors: int = 0) -> Callable[[Draw, Shape], list[Tenso
 def peer(
     name: str, *options: Any, order: Sequence[int] | None = None, **more: Any
 ) -> Callable[[Any], Function]:
-    """The function `name` of a package, given the tensors, in this order, and then the options."""
+    """Return a function of a package that calls its function `name` with the tensors, in this
+    order, and then the options."""
 
-    def made(package: Any) -> Function:
+    def function_of(package: Any) -> Function:
         function = getattr(package, name)
 
         def call(*tensors: Tensor) -> Any:
-            given = tensors if order is None else [tensors[i] for i in order]
-            return function(*given, *options, **more)
+            ordered = tensors if order is None else [tensors[i] for i in order]
+            return function(*ordered, *options, **more)
 
         return call
 
-    return made
+    return function_of
 
 
 def moved(forward: int, backward: int) -> dict[str, int]:
-    """How many times each mode moves as many elements as the op's shape has."""
+    """Return for each mode the number of times that it moves as many elements as the shape has."""
     return {"forward": forward, "backward": backward, "full": forward + backward}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An op in the bench."""
+    """An op in the bench: its implementations, inputs, least work and shapes."""
 
     op: str
-    # The public op, if nothing else is given.
+    # A call of the public op; by default the op itself.
     ours: Function = cast(Function, None)
     # The op with its options for less memory, if it has any.
     low_memory: Function | None = None
     # The code in models. If that is a call of ATen's fused op, only `aten` is set.
     eager: Function | None = None
     aten: Function | None = None
-    # Provider -> name of its function, or a function that makes the call from its package.
+    # Provider -> the name of its function, or a function of its package that returns the function.
     peers: Mapping[str, str | Callable[[Any], Function]] = field(default_factory=dict)
     # The names of the sizes of a shape.
     dims: tuple[str, ...] = ("M", "N")
@@ -108,7 +110,7 @@ class Entry:
     # By default the forward reads x and writes y, and the backward reads x and dy and writes dx.
     passes: Mapping[str, int] = field(default_factory=lambda: moved(2, 3))
     elements: Callable[[Shape], int] = math.prod
-    # Mode -> that work, of an op whose modes move different numbers of elements.
+    # Mode -> the number of elements, for an op whose modes do not move multiples of `elements`.
     counts: Callable[[Shape], dict[str, int]] | None = None
     is_matrix_product: bool = False
     # The shapes in docs/reports/benchmarks.md, and those of named models.
@@ -130,7 +132,7 @@ class Entry:
 
     @torch.no_grad()
     def upstream(self, draw: Draw, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the outputs: random, or 1 for a loss."""
+        """Draw the gradients of the outputs: random, or 1 for a loss."""
         empty = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         return [
             draw.like(y) if y.dim() else torch.ones((), device=draw.device)
@@ -138,7 +140,7 @@ class Entry:
         ]
 
     def work(self, shape: Shape) -> dict[str, int]:
-        """Mode -> least number of elements to move, or of operations."""
+        """Return for each mode the least number of elements to move, or of operations."""
         if self.counts is not None:
             return self.counts(shape)
         return {mode: times * self.elements(shape) for mode, times in self.passes.items()}
@@ -161,7 +163,7 @@ class Workload:
         return self.shape == self.entry.small
 
     def work(self, mode: str) -> int:
-        """The least number of bytes that a mode has to move, or of operations."""
+        """Return the least number of bytes that a mode has to move, or of operations."""
         count = self.entry.work(self.shape)[mode]
         return count if self.entry.is_matrix_product else count * self.dtype.itemsize
 
@@ -188,5 +190,5 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Like `x.float()` in models, but keeps float64, so that the truth can run the same code."""
+    """Cast to float32 as models do, but keep float64, so that the truth can run the same code."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

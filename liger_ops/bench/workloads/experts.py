@@ -14,8 +14,8 @@ from .entry import Draw, Entry, Shape, wide
 def model_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """As transformers' `grouped_mm`; with a product for each expert where PyTorch has no grouped
-    one."""
+    """Compute experts as transformers' `grouped_mm` does; with one matrix product for each expert
+    if PyTorch has no grouped product for the tensors."""
     T, K = top_k_index.shape
     E = gate_up.shape[0]
     ids, order = top_k_index.flatten().sort()

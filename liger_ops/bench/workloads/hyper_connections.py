@@ -52,7 +52,7 @@ def deepseek_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -
 
 
 def _coeffs_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
-    """phi has x's dtype, and what is small is float32."""
+    """Draw x and phi in the workload's dtype, and the small tensors in float32."""
     M, hc, C = shape
     columns = hc * hc + 2 * hc
     alphas = [torch.ones((), device=draw.device, requires_grad=True) for _ in range(3)]
@@ -61,7 +61,7 @@ def _coeffs_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
 
 
 def _coefficient(draw: Draw, *shape: int) -> Tensor:
-    """In float32, as mhc_coeffs returns them."""
+    """Draw coefficients in float32, as mhc_coeffs returns them."""
     return torch.sigmoid(draw.normal(*shape).float()).requires_grad_()
 
 
@@ -82,7 +82,7 @@ ENTRIES = (
         eager=deepseek_coeffs,
         peers={"liger-kernel": peer("liger_mhc_coeffs", allow_fp32=True, pre_eps=EPS)},
         inputs=_coeffs_inputs,
-        # x, and in the backward dx too.
+        # The 4 streams of x, and in the backward those of dx too.
         passes=moved(4, 8),
         **COMMON,
     ),

@@ -18,7 +18,7 @@ RANK, SCALE = 16, 2.0
 
 
 def model_attn_res(x: Tensor, query: Tensor, weight: Tensor) -> Tensor:
-    """As in the paper, in float32 between the norm's roundings."""
+    """Compute attn_res as in the paper, in float32 between the norm's roundings."""
     values = wide(x)
     normalised = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + EPS)
     keys = wide(normalised.to(x.dtype) * weight)
@@ -33,7 +33,7 @@ def _mlp(draw: Draw, shape: Shape) -> list[Tensor]:
 
 
 def _adapted(draw: Draw, shape: Shape) -> list[Tensor]:
-    """x, a frozen weight, and a LoRA."""
+    """Draw x, a frozen weight, and a LoRA."""
     M, D, N = shape
     weight = draw.normal(N, D) * D**-0.5
     a, b = (draw.leaf(*size, scale=size[1] ** -0.5) for size in ((RANK, D), (N, RANK)))
@@ -41,13 +41,15 @@ def _adapted(draw: Draw, shape: Shape) -> list[Tensor]:
 
 
 def _moved_blocks(shape: Shape) -> dict[str, int]:
-    """The forward reads x and writes one block; the backward reads x and dy and writes dx."""
+    """Return the least number of elements to move: the forward reads x and writes one block; the
+    backward reads x and dy and writes dx."""
     N, M, D = shape
     return moved((N + 1) * M * D, (2 * N + 1) * M * D)
 
 
 def _moved_rows(shape: Shape) -> dict[str, int]:
-    """The forward reads and writes the rows; the backward reads dy and writes the whole table."""
+    """Return the least number of elements to move: the forward reads and writes the rows; the
+    backward reads dy and writes the whole table."""
     M, V, D = shape
     return moved(2 * M * D, (M + V) * D)
 

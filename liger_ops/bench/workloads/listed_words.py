@@ -13,19 +13,20 @@ import liger_ops
 from .entry import Draw, Entry, Function, Shape, wide
 from .losses import OF_HEADS, model_jsd, x_weight_and_target
 
-# Words of a token.
+# The number of words that the teacher lists for a token.
 K = 16
 
 
 def _log_prob(ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The teacher's log-probabilities, whose probabilities fall with the rank and sum to 0.9."""
+    """Return the teacher's log-probabilities, which fall with the rank of a word; the probabilities
+    sum to 0.9."""
     rank = torch.arange(K, device=ids.device, dtype=dtype)
     probabilities = 0.9 * (-0.3 * rank).softmax(-1)
     return probabilities.log().expand(ids.shape)
 
 
 def model_head_and_listed_words(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """The mean Jensen-Shannon divergence as in trainers, with all other words as one class."""
+    """Compute the mean Jensen-Shannon divergence as trainers do; all other words are one class."""
     log_q = wide(x @ weight.T).log_softmax(-1).gather(-1, ids)
     sides = (log_q, _log_prob(ids, log_q.dtype))
     tails = (torch.log1p(-side.exp().sum(-1, keepdim=True)) for side in sides)

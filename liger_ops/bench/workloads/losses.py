@@ -29,20 +29,20 @@ def model_head_and_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def model_log_prob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy as in trainers."""
+    """Compute log-probabilities and entropy as trainers do."""
     log_p = wide(logits).log_softmax(-1)
     log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     return log_prob, -(log_p.exp() * log_p).sum(-1)
 
 
 def model_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """The mean Jensen-Shannon divergence as in trainers of distillation."""
+    """Compute the mean Jensen-Shannon divergence as trainers of distillation do."""
     student, teacher = wide(student_logits), teacher_logits.to(wide(student_logits).dtype)
     return model_jsd(student.log_softmax(-1), teacher.log_softmax(-1))
 
 
 def model_jsd(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """The same of log-probabilities."""
+    """Compute the mean Jensen-Shannon divergence of log-probabilities."""
     student, teacher = wide(log_q), log_p.to(wide(log_q).dtype)
     mean = torch.logaddexp(student, teacher) - math.log(2)
     of_student = F.kl_div(mean, student, reduction="none", log_target=True)
@@ -65,28 +65,28 @@ def _linear_divergence(
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The mean loss, or values per row, and the gradients in float64, computed for a part of the
+    """Compute the mean loss, or values per row, and the gradients in float64, for a chunk of the
     rows at a time.
 
-    The first tensor and the last, which is the target or the teacher's, are split by rows; no token
-    is ignored.
+    The first tensor, and the last, which is the target or the teacher's, are split by rows. No
+    token is ignored.
     """
     *floats, target = tensors
     leaves = [t.detach().double().requires_grad_(t.requires_grad) for t in floats]
     classes = leaves[1].shape[0] if len(leaves) > 1 else leaves[0].shape[1]
     rows = len(target)
     step = max(1, LOGITS_AT_ONCE // classes)
-    parts: list[list[Tensor]] = []
+    chunks: list[list[Tensor]] = []
     for start in range(0, rows, step):
-        part = slice(start, start + step)
-        # The mean of a part counts by the part's share of the rows.
-        share = len(target[part]) / rows
-        values = as_tuple(definition(leaves[0][part], *leaves[1:], target[part]))
-        found = [y if y.dim() else y * share for y in values]
-        upstream = [dy.double()[part] if dy.dim() else dy.double() for dy in dys]
-        torch.autograd.backward(found, upstream)
-        parts.append([y.detach() for y in found])
-    outputs = [torch.cat(ys) if ys[0].dim() else sum(ys) for ys in zip(*parts, strict=True)]
+        chunk = slice(start, start + step)
+        # The mean of a chunk counts by the chunk's share of the rows.
+        share = len(target[chunk]) / rows
+        values = as_tuple(definition(leaves[0][chunk], *leaves[1:], target[chunk]))
+        results = [y if y.dim() else y * share for y in values]
+        upstream = [dy.double()[chunk] if dy.dim() else dy.double() for dy in dys]
+        torch.autograd.backward(results, upstream)
+        chunks.append([y.detach() for y in results])
+    outputs = [torch.cat(ys) if ys[0].dim() else sum(ys) for ys in zip(*chunks, strict=True)]
     return [*outputs, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
@@ -98,16 +98,17 @@ def x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
 
 
 def _both_heads(draw: Draw, shape: Shape) -> list[Tensor]:
-    """The teacher is not trained."""
+    """Draw a student's head and a teacher's, which is not trained."""
     rows, width, classes = shape
     teacher = draw.normal(classes, width) * width**-0.5
     return [*x_weight_and_target(draw, shape)[:2], teacher, draw.normal(rows, width)]
 
 
 def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Smaller chunks would save memory in the forward only: the peak is the backward's, which holds
-    the gradients as computed and as returned. On an H100, 8192 x 2048 x 128256: 1067 MiB with
-    chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
+    """Call the op with the gradient of weight summed in weight's dtype, and chunks of the default
+    size. Smaller chunks would save memory in the forward only: the peak is that of the backward,
+    which holds the gradients as computed and as returned. On an H100, 8192 x 2048 x 128256: 1067
+    MiB with chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
     return liger_ops.linear_cross_entropy(x, weight, target, accum_dtype=weight.dtype)
 
 
@@ -122,7 +123,7 @@ def _trl_linear(package: Any) -> Function:
 
 
 def _liger_jsd(package: Any) -> Function:
-    """Its arguments are log-probabilities."""
+    """Return a call of Liger-Kernel's jsd, whose arguments are log-probabilities."""
     return lambda student_logits, teacher_logits: package.liger_jsd(
         wide(student_logits).log_softmax(-1), wide(teacher_logits).log_softmax(-1)
     )
@@ -137,7 +138,7 @@ def _trl_divergence(package: Any) -> Function:
     return mean
 
 
-# What the losses of logits have in common, and those of a head.
+# Common fields of the losses of logits, and of those of a head.
 OF_LOGITS: dict[str, Any] = {
     "dims": ("M", "V"), "figures": ((8192, 32768), (8192, 151936)), "models": VOCABULARY,
     "small": (256, 32768), "truth": truth_by_rows,

@@ -43,7 +43,7 @@ ROPE = {name: (2, TOKENS // 2, *model.heads) for name, model in MODELS.items()}
 
 
 def intermediate(activation: str) -> dict[str, tuple[int, int]]:
-    """The models with this activation."""
+    """Return the shapes of the models with this activation."""
     return {
         name: (TOKENS, model.intermediate)
         for name, model in MODELS.items()

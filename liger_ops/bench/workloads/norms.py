@@ -1,4 +1,4 @@
-"""rms_norm and its kin, modulated and gated norms, layer_norm, group_norm, dyt, poly_norm."""
+"""rms_norm, its fused, gated and modulated forms, layer_norm, group_norm, dyt and poly_norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def modulated(y: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _samples(weights: int) -> Callable[[Draw, Shape], list[Tensor]]:
-    """x of (batch, tokens, N), scale and shift of (batch, N), and vectors."""
+    """Return the function that draws x of (batch, tokens, N), scale and shift of (batch, N), and
+    `weights` vectors of N."""
 
     def inputs(draw: Draw, shape: Shape) -> list[Tensor]:
         batch, _, N = shape

@@ -26,7 +26,7 @@ def llama_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
-    """q and k as attention gets them from a projection: transposed views."""
+    """Draw q and k as attention gets them from a projection, transposed views; and cos and sin."""
     batch, length, heads, kv_heads, width = shape
     q, k = (
         draw.normal(batch, length, count, width).transpose(1, 2).requires_grad_()

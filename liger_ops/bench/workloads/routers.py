@@ -13,7 +13,7 @@ TOP_K = 8
 
 
 def model_load_balancing(*gate_logits: Tensor) -> Tensor:
-    """As in models of transformers."""
+    """Compute the load-balancing loss as models of transformers do."""
     experts = gate_logits[0].shape[-1]
     weights = torch.cat(gate_logits).softmax(-1)
     _, selected = torch.topk(weights, TOP_K, dim=-1)

@@ -1,1 +1,1 @@
-"""Rules of DTensor for every op: what may be sharded, and what is communicated."""
+"""Ops on DTensors: which axes may be sharded, and what the devices communicate."""

@@ -1,5 +1,5 @@
 """Norms, softmax and packed gates whose columns are sharded: a device computes its columns, and the
-devices sum statistics of the rows where they share any. No activation moves."""
+devices that share a row sum statistics of it. No activation moves between devices."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...ops.rows import ShardedColumns
 from ...record import Op
 from ...torch_private import StridedShard
-from .column_groups import Groups
+from .column_groups import ColumnGroups
 from .parts import Placed, axes_of, placed_by, whole_results
 from .rules import base_of, shardable, tensors_of
 
-# The axis of the columns, by the op.
+# Op -> the axis of its columns.
 COLUMNS: dict[str, str] = defaultdict(lambda: "N", group_norm="C", attn_res="D")
-# Ops whose columns may be sharded too: a device computes its own with their definition, and
-# statistics of rows are summed over the devices.
+# Ops whose columns may be sharded although their axis is an upper-case one: a device computes its
+# columns by the op's definition, with statistics of rows that are summed over the devices.
 SHARDED_COLUMNS = (
     "rms_norm", "fused_add_rms_norm", "gated_rms_norm", "layer_norm", "modulated_rms_norm",
     "modulated_layer_norm", "poly_norm", "softmax", "log_softmax", "attn_res",
 )  # fmt: skip
-# Ops of groups of columns: a device that has whole groups computes them by itself.
+# Ops of groups of columns: a device that has whole groups needs nothing of other devices.
 GROUPED_COLUMNS = ("gated_rms_norm", "group_norm")
-# Ops of a gate and an up, which may be packed in one tensor: so does a device that has both of its
-# columns.
+# Ops of a gate and an up that may be packed in one tensor: a device that has the same columns of
+# both needs nothing of other devices.
 GATED_COLUMNS = ("swiglu", "clamped_swiglu", "geglu")
-# The tensor whose placements say which columns a device has: x, the sum s of the op that adds, the
-# result y from which a softmax's gradient is computed, or the packed gate.
+# The tensor whose placements say which columns a device has: x; in a backward the sum s of
+# fused_add_rms_norm, or the result y of a softmax; or the packed gate.
 NAMES = ("x", "s", "y", "gate")
-# The halves of a packed gate: a device has its columns of the gate, then those of the up.
+# A packed tensor has two halves: a device has its columns of the gate, then those of the up.
 HALVES = 2
 
-# Computes a device's results from its own call.
+# Computes a device's results from the call with its local tensors.
 Compute = Callable[[Any], Any]
 
 
-def computed_by_columns(op: Op, call: Any) -> Any:
-    """The results of a call whose columns are sharded, or NotImplemented for any other."""
+def compute_by_columns(op: Op, call: Any) -> Any:
+    """Return the results of a call whose columns are sharded, or NotImplemented for any other."""
     x = _sharded(op, call)
     wholes = None if x is None else whole_results(op, call)
     if x is None or wholes is None:
@@ -51,17 +51,17 @@ def computed_by_columns(op: Op, call: Any) -> Any:
     compute = None if placed is None else _compute(op, call, x, placed)
     if placed is None or compute is None:
         return NotImplemented
-    return placed.computed(op, call, wholes, compute)
+    return placed.run_locally(op, call, wholes, compute)
 
 
 class Sharded(NamedTuple):
-    """The tensor whose columns are sharded."""
+    """An argument whose columns are sharded."""
 
     name: str
     tensor: DTensor
-    # The dimension of the tensor.
+    # The tensor's dimension of columns.
     dim: int
-    # The dimensions of the mesh that share columns.
+    # The dimensions of the mesh over which the columns are sharded.
     sharding: list[int]
 
     @property
@@ -70,11 +70,12 @@ class Sharded(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """The devices that share the columns of a row."""
+        """The number of devices that share the columns of a row."""
         return math.prod(self.tensor.device_mesh.size(i) for i in self.sharding)
 
-    def own_columns(self) -> tuple[Any, Any]:
-        """The first of the device's columns, and how many it has: DTensor splits as torch.chunk."""
+    def local_columns(self) -> tuple[Any, Any]:
+        """Return the first of the device's columns and their number, where each dimension of the
+        mesh in turn splits columns as torch.chunk does."""
         mesh = self.tensor.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -87,6 +88,8 @@ class Sharded(NamedTuple):
 
 
 def _sharded(op: Op, call: Any) -> Sharded | None:
+    """Return the argument whose columns are sharded; None if there is none, or if another dimension
+    of the mesh has a placement that is not kept."""
     base = base_of(op.name)
     packed = base in GATED_COLUMNS
     if base not in (*SHARDED_COLUMNS, *GROUPED_COLUMNS, *GATED_COLUMNS):
@@ -98,10 +101,10 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
     if not isinstance(x, DTensor):
         return None
     dim = 1 if base == "group_norm" else x.dim() - 1
-    wanted: Any = Shard(dim)
+    by_columns: Any = Shard(dim)
     if packed and not getattr(call, "interleaved", False):
-        wanted = StridedShard(dim, split_factor=HALVES)
-    sharding = [i for i, placement in enumerate(x.placements) if placement == wanted]
+        by_columns = StridedShard(dim, split_factor=HALVES)
+    sharding = [i for i, placement in enumerate(x.placements) if placement == by_columns]
     others = [placement for i, placement in enumerate(x.placements) if i not in sharding]
     if not sharding or any(type(p) not in (Shard, Replicate) for p in others):
         return None
@@ -111,18 +114,19 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
 
 
 def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
+    """Return the placements of the call's tensors, or None if they cannot be kept."""
     columns = COLUMNS[base_of(op.name)]
     mesh, tensors = x.tensor.device_mesh, tensors_of(op, call, columns)
     if any(columns not in shardable(tensors.sizes, mesh.size(i)) for i in x.sharding):
         return None
-    known = dict.fromkeys(x.sharding, columns)
-    axes = axes_of(tensors, call._fields.index(x.name), x.tensor, known)
+    fixed = dict.fromkeys(x.sharding, columns)
+    axes = axes_of(tensors, call._fields.index(x.name), x.tensor, fixed)
     if axes is None:
         return None
     placed = placed_by(tensors, axes, mesh)
     arguments, results = list(placed.arguments), list(placed.results)
     if x.name == "gate":
-        # The packed gate and its gradient, of which a device may have a part of both halves.
+        # Only the packed gate and its gradient may have the placement of halves, StridedShard.
         arguments[call._fields.index("gate")] = tuple(x.tensor.placements)
         if op.name.endswith("_backward"):
             results[0] = tuple(x.tensor.placements)
@@ -130,7 +134,7 @@ def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
 
 
 def _compute(op: Op, call: Any, x: Sharded, placed: Placed) -> Compute | None:
-    """How a device computes its columns; None if the columns have to move."""
+    """Return the function by which a device computes its columns; None if they have to move."""
     base, columns, devices = base_of(op.name), x.columns, x.devices
     if base in GATED_COLUMNS:
         return _by_itself(op) if columns % (HALVES * devices) == 0 else None
@@ -138,8 +142,8 @@ def _compute(op: Op, call: Any, x: Sharded, placed: Placed) -> Compute | None:
     if getattr(call, "group_size", None) not in (None, columns):
         groups = columns // call.group_size
     if groups is not None and groups % devices == 0:
-        own = {"num_groups": groups // devices} if "num_groups" in call._fields else {}
-        return _by_itself(op, own)
+        changed = {"num_groups": groups // devices} if "num_groups" in call._fields else {}
+        return _by_itself(op, changed)
     if base not in SHARDED_COLUMNS:
         return None
     if groups is None:
@@ -148,29 +152,31 @@ def _compute(op: Op, call: Any, x: Sharded, placed: Placed) -> Compute | None:
 
 
 def _by_itself(op: Op, changed: dict[str, Any] | None = None) -> Compute:
-    """The device's kernel, which needs nothing of other devices."""
-    return lambda own: op.overload(*own._replace(**changed or {}))
+    """Run the op on the local tensors, with some arguments changed."""
+    return lambda local: op.overload(*local._replace(**changed or {}))
 
 
 def _by_statistics(op: Op, x: Sharded, placed: Placed) -> Compute:
-    over = (placed.over(x.sharding, operation) for operation in ("sum", "max"))
-    rows = ShardedColumns(x.columns, *over)
-    return lambda own: op.definition(*own, rows=rows)
+    """Run the definition, with the sums and maxima of rows reduced over the devices."""
+    reductions = (placed.over(x.sharding, operation) for operation in ("sum", "max"))
+    rows = ShardedColumns(x.columns, *reductions)
+    return lambda local: op.definition(*local, rows=rows)
 
 
 def _by_statistics_of_groups(op: Op, size: Any, x: Sharded, placed: Placed) -> Compute:
-    groups = Groups(size, x.columns // size, *x.own_columns())
+    """Run the definition, with the sums of groups reduced over the devices that share a group."""
+    groups = ColumnGroups(size, x.columns // size, *x.local_columns())
     over_devices = placed.over(x.sharding, "sum")
 
     def summed(value: Tensor) -> Tensor:
-        return groups.own(over_devices(groups.among_all(value)))
+        return groups.local(over_devices(groups.among_all(value)))
 
-    def compute(own: Any) -> Any:
-        padded = (groups.padded(v) if isinstance(v, Tensor) else v for v in own)
-        # A norm has no maximum.
-        found = op.definition(*padded, rows=ShardedColumns(size, summed, summed))
-        results = found if isinstance(found, tuple) else (found,)
-        cut = tuple(None if value is None else groups.cut(value) for value in results)
-        return cut if isinstance(found, tuple) else cut[0]
+    def compute(local: Any) -> Any:
+        padded = (groups.pad(v) if isinstance(v, Tensor) else v for v in local)
+        # The second function is for a maximum, which norms do not compute.
+        output = op.definition(*padded, rows=ShardedColumns(size, summed, summed))
+        results = output if isinstance(output, tuple) else (output,)
+        unpadded = tuple(None if value is None else groups.unpad(value) for value in results)
+        return unpadded if isinstance(output, tuple) else unpadded[0]
 
     return compute

@@ -1,5 +1,5 @@
-"""Means over sharded rows. No device knows the divisor: the devices sum what it divides, and the
-divisor where it depends on the targets."""
+"""Means over sharded rows, whose divisor no single device knows: the devices all-reduce the sums
+that it divides, and the divisor itself if it depends on the targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ..vocab_parallel.collectives import reduced
 from .parts import axes_of, placed_by, whole_results, without_data
 from .rules import base_of, line_of, tensors_of
 
-# Losses that are sums over tokens or, for a mean, such a sum over the weight of all tokens.
+# Ops -> their results that are sums over tokens or, for a mean, such sums divided by the weight of
+# all tokens.
 SUMS = {
     "cross_entropy_forward": ("loss", "z_loss", "total_weight"),
     "linear_cross_entropy_forward": ("loss", "z_loss", "total_weight"),
@@ -28,9 +29,9 @@ SUMS = {
 
 
 def mean_from_sums(op: Op, call: Any) -> Any:
-    """The results of a mean whose divisor is not given, from the sums of the devices, or
-    NotImplemented for any other call. The sums are all-reduced together, so that the mean is the
-    same number on every device, and the backward is then that of a mean whose divisor is given."""
+    """Compute a mean without num_items_in_batch from the sums of the devices; return NotImplemented
+    for any other call. The sums are all-reduced together, so that every device has the same mean.
+    The backward then runs with this divisor as num_items_in_batch."""
     if getattr(call, "num_items_in_batch", 0) is not None or call.reduction != "mean":
         return NotImplemented
     if op.name.endswith("_backward"):
@@ -46,15 +47,15 @@ def mean_from_sums(op: Op, call: Any) -> Any:
             *numbers, items = on_every_device([*sums.values(), _weight_of_tokens(call)])
             items = _at_least_one_token(items)
         for name, number in zip(sums, numbers, strict=False):
-            results[name] = _divided(number, items)
+            results[name] = _divide(number, items)
     return tuple(results[name] for name in names)
 
 
 def mean_over_elements(op: Op, call: Any) -> Any:
-    """The results of a mean over the elements of two tensors that are sharded along any dimension,
-    or NotImplemented for any other call.
+    """Compute a mean over the elements of two tensors that are sharded along any dimension; return
+    NotImplemented for any other call.
 
-    A device's own mean, times its own divisor and over the whole one, is its part of the whole
+    A device's mean, times its divisor and divided by that of all devices, is its term of the whole
     mean.
     """
     name = base_of(op.name)
@@ -74,23 +75,25 @@ def mean_over_elements(op: Op, call: Any) -> Any:
     of_rows = [i for i, axis in enumerate(axes) if axis is not None and axis.startswith("*")]
     count = placed.over(of_rows, "sum")
 
-    def compute(own: Any) -> Any:
-        of_device, whole = form(own), form(op.arguments(*map(without_data, call)))
-        rows = None if of_device.within is None else count(of_device.within.sum())
-        divisors = of_device.divisor, whole.divided_by(rows)
+    def compute(local_call: Any) -> Any:
+        local, whole = form(local_call), form(op.arguments(*map(without_data, call)))
+        rows = None if local.within is None else count(local.within.sum())
+        divisors = local.divisor, whole.divided_by(rows)
         if op.name.endswith("_backward"):
-            return op.overload(*own._replace(dloss=_rescaled(own.dloss, *divisors)))
-        return _rescaled(op.overload(*own), *divisors)
+            return op.overload(*local_call._replace(dloss=_rescale(local_call.dloss, *divisors)))
+        return _rescale(op.overload(*local_call), *divisors)
 
-    result = placed.computed(op, call, wholes, compute)
+    result = placed.run_locally(op, call, wholes, compute)
     return result if op.name.endswith("_backward") else on_every_device([result])[0]
 
 
-def _rescaled(value: Tensor, divisor: Tensor | int, whole: Tensor | int) -> Tensor:
+def _rescale(value: Tensor, divisor: Tensor | int, whole: Tensor | int) -> Tensor:
     return value * divisor / whole
 
 
 def _divisor_again(call: Any) -> Tensor:
+    """Return the divisor of a mean for its backward: the forward's total_weight, if it returned
+    one, or the divisor computed again."""
     if hasattr(call, "total_weight"):
         return call.total_weight
     with torch.no_grad():
@@ -98,7 +101,7 @@ def _divisor_again(call: Any) -> Tensor:
 
 
 def _weight_of_tokens(call: Any) -> Tensor:
-    """The sum of `token_weights`: of DTensors, or a number that every device has."""
+    """Return the sum of `token_weights`: a DTensor, or without weights a number of all devices."""
     x, dtype = call.student_x, result_dtype(call)
     if call.target is None and call.token_weight is None:
         return torch.full((), math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
@@ -106,13 +109,13 @@ def _weight_of_tokens(call: Any) -> Tensor:
 
 
 def _at_least_one_token(total: Tensor) -> Tensor:
-    """The divisor of a mean that is 0 of nothing."""
+    """Return a divisor that is not 0: the mean over no tokens is 0."""
     return torch.where(total == 0, 1.0, total)
 
 
 def on_every_device(values: Sequence[Any]) -> list[Any]:
-    """Numbers, replicated: those with the same placements by one collective."""
-    found = list(values)
+    """Replicate numbers: those with the same placements by one collective."""
+    replicated = list(values)
     sharded = [value for value in values if isinstance(value, DTensor)]
     for placements in dict.fromkeys(value.placements for value in sharded):
         indices = [
@@ -121,18 +124,19 @@ def on_every_device(values: Sequence[Any]) -> list[Any]:
         ]  # fmt: skip
         mesh = sharded[0].device_mesh
         numbers = torch.stack([values[i].to_local() for i in indices])
-        # DTensor warns of a sum over several dimensions, of one number too.
+        # Not by `redistribute`: DTensor warns about a sum over several dimensions of the mesh.
         for dimension, placement in enumerate(placements):
             if isinstance(placement, Partial):
                 numbers = reduced(numbers, placement.reduce_op, (mesh, dimension))
         for i, number in zip(indices, numbers.unbind(), strict=True):
-            found[i] = DTensor.from_local(
+            replicated[i] = DTensor.from_local(
                 number.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False
             )
-    return found
+    return replicated
 
 
-def _divided(number: Any, items: Any) -> Any:
+def _divide(number: Any, items: Any) -> Any:
+    """Divide a DTensor by a number that is a plain tensor or a DTensor."""
     divisor = items.to_local() if isinstance(items, DTensor) else items
     local = number.to_local() / divisor
     return DTensor.from_local(local, number.device_mesh, number.placements, run_check=False)

@@ -1,4 +1,4 @@
-"""A call with DTensors that each device computes from its own parts of them."""
+"""Compute a call with DTensors on each device, from its local parts of them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from .rules import Tensors, shardable
 
 
 class Placed(NamedTuple):
-    """The placements of a call's results and arguments, and the axis that each dimension of the
-    mesh shards, or None."""
+    """The placements with which a call is computed."""
 
     results: list[tuple[Any, ...]]
     arguments: list[tuple[Any, ...]]
+    # The axis that each dimension of the mesh shards, or None.
     axes: list[str | None]
     mesh: DeviceMesh
 
-    def computed(
+    def run_locally(
         self, op: Op, call: Any, wholes: tuple[Any, ...], compute: Callable[[Any], Any]
     ) -> Any:
-        """The results as DTensors, of the shapes and strides of `wholes`, from a function of the
-        call with the device's part in place of each DTensor."""
+        """Redistribute the arguments, call `compute` with the call that has the device's local
+        tensors in place of DTensors, and return its results as DTensors of the shapes and strides
+        of `wholes`."""
         with torch.no_grad():
-            own = (
-                _own(value, list(given)) if isinstance(value, DTensor) else value
-                for value, given in zip(call, self.arguments, strict=True)
+            local = (
+                _local(value, list(placements)) if isinstance(value, DTensor) else value
+                for value, placements in zip(call, self.arguments, strict=True)
             )
-            found = compute(op.arguments(*own))
+            outputs = compute(op.arguments(*local))
             results = tuple(
-                None if part is None else _whole(part, self.mesh, list(given), like)
-                for part, like, given in zip(_tuple(found), wholes, self.results, strict=True)
+                None if part is None else _from_local(part, self.mesh, list(placements), like)
+                for part, like, placements in zip(
+                    _tuple(outputs), wholes, self.results, strict=True
+                )
             )
-        return results if isinstance(found, tuple) else results[0]
+        return results if isinstance(outputs, tuple) else results[0]
 
     def over(self, dimensions: Sequence[int], operation: str) -> Callable[[Tensor], Tensor]:
-        """The reduction of a device's values over dimensions of the mesh."""
+        """Return a function that reduces the devices' values over dimensions of the mesh."""
 
         def reduce(value: Tensor) -> Tensor:
             for i in dimensions:
@@ -53,10 +56,13 @@ class Placed(NamedTuple):
 
 
 def whole_results(op: Op, call: Any) -> tuple[Any, ...] | None:
-    """Tensors without data of the results' whole shapes and strides, or None for a call that a
-    device does not compute from its parts: its checks fail, which DTensor makes too and names the
-    placements; a tensor is none of DTensor's, and no number that every device has; or this process
-    has no part."""
+    """Return tensors without data that have the shapes and strides of the whole results; None for a
+    call that the devices do not compute from local parts, for one of these reasons:
+
+    * the call's checks fail: DTensor runs them too, and adds the placements to the message;
+    * a tensor is neither a DTensor nor a number, or its shards are in an unusual order;
+    * this process is not in the mesh.
+    """
     tensors = [value for value in call if isinstance(value, Tensor)]
     if not all(
         _in_order(value) if isinstance(value, DTensor) else not value.dim() for value in tensors
@@ -72,25 +78,25 @@ def whole_results(op: Op, call: Any) -> tuple[Any, ...] | None:
 
 
 def _in_order(tensor: DTensor) -> bool:
-    """Whether shards of shards are in the order of the mesh's dimensions: placements do not tell
-    another."""
+    """Return whether a tensor that several dimensions of the mesh shard is split by them in their
+    order. Placements do not say another order."""
     spec = tensor._spec
     order = spec.shard_order if tensor.device_mesh.ndim > 1 else None
     return order is None or order == spec.compute_default_shard_order(tensor.placements)
 
 
 def axes_of(
-    tensors: Tensors, index: int, tensor: DTensor, known: Mapping[int, str] | None = None
+    tensors: Tensors, index: int, tensor: DTensor, fixed: Mapping[int, str] | None = None
 ) -> list[str | None] | None:
-    """The axis of the argument of this index that each dimension of the mesh shards, but for those
-    dimensions whose axes are known. None if one cannot be kept: it is of another kind of placement,
-    or its axis is not one that may be sharded so."""
+    """Return for each dimension of the mesh the axis of the argument `index` that it shards, or
+    None; `fixed` gives the axes of some dimensions. Return None instead of the list if a placement
+    cannot be kept: it is neither Shard nor Replicate, or the axis may not be sharded."""
     placed, mesh = tensors.arguments[index], tensor.device_mesh
     assert placed is not None
     axes: list[str | None] = []
     for i, placement in enumerate(tensor.placements):
-        if known is not None and i in known:
-            axes.append(known[i])
+        if fixed is not None and i in fixed:
+            axes.append(fixed[i])
             continue
         if type(placement) is Replicate:
             axes.append(None)
@@ -103,13 +109,15 @@ def axes_of(
 
 
 def placed_by(tensors: Tensors, axes: list[str | None], mesh: DeviceMesh) -> Placed:
-    found = (tensors.placements(axis) for axis in axes)
-    results, arguments = (list(zip(*kind, strict=True)) for kind in zip(*found, strict=True))
+    """Return the placements of a call if each dimension of the mesh shards one of `axes`."""
+    by_dimension = (tensors.placements(axis) for axis in axes)
+    # From (results, arguments) for each dimension to all dimensions of each tensor.
+    results, arguments = (list(zip(*side, strict=True)) for side in zip(*by_dimension, strict=True))
     return Placed(results, arguments, axes, mesh)
 
 
-def _own(tensor: DTensor, placements: list[Any]) -> Tensor:
-    """The device's part of a tensor with these placements."""
+def _local(tensor: DTensor, placements: list[Any]) -> Tensor:
+    """Redistribute a tensor to these placements, and return the device's part."""
     if list(tensor.placements) != placements:
         # PyTorch 2.11 cannot redistribute a tensor that requires a gradient below autograd.
         detached: Any = tensor.detach()
@@ -117,13 +125,14 @@ def _own(tensor: DTensor, placements: list[Any]) -> Tensor:
     return tensor.to_local()
 
 
-def _whole(own: Tensor, mesh: DeviceMesh, placements: list[Any], like: Tensor) -> DTensor:
-    """The DTensor of the devices' parts, with a whole tensor's shape and strides."""
+def _from_local(local: Tensor, mesh: DeviceMesh, placements: list[Any], like: Tensor) -> DTensor:
+    """Return the DTensor of the devices' parts, of the shape and strides of `like`."""
     shape, stride = like.shape, like.stride()
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def without_data(value: Any) -> Any:
+    """Return a tensor on the device "meta" in place of a tensor, and any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""The sharding rule of an op, derived from its schema and the names of its tensors' axes."""
+"""Derive the sharding rule of an op from its schema and its axes line."""
 
 from __future__ import annotations
 
@@ -16,49 +16,52 @@ Rule = list[tuple[Placements, Placements]]
 
 
 class Role(NamedTuple):
-    """A tensor of a call: its axes, and its placement where a sharded axis is not among them."""
+    """A tensor of a line: its axes, and its placement if it lacks the sharded axis."""
 
     axes: Sequence[str]
     otherwise: Any
 
 
 class TensorAxes(NamedTuple):
-    """A tensor of a call: the axis of each dimension, None for one that is not sharded."""
+    """A tensor of a call: the axis of each dimension, None for one that may not be sharded, and its
+    placement if it lacks the sharded axis."""
 
     axes: list[str | None]
     otherwise: Any
 
     def placement(self, sharded: str) -> Any:
+        """Return the tensor's placement if the axis `sharded` is sharded."""
         return Shard(self.axes.index(sharded)) if sharded in self.axes else self.otherwise
 
 
 def base_of(name: str) -> str:
-    """The public name of an op: without its suffix `_forward` or `_backward`."""
+    """Return the public name of an op: without its suffix `_forward` or `_backward`."""
     return name.removesuffix("_forward").removesuffix("_backward")
 
 
 def line_of(op: Op, call: Any, reduction: str | None = None) -> Line:
-    """The line of a call, or of the call with another reduction."""
-    known = declared(op)
-    if not known.axes:
+    """Return the line of a call, or of the call with another reduction."""
+    base = declared(op)
+    if not base.axes:
         raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
-    axes = known.axes if known.axes_of_call is None else known.axes_of_call(call, known.axes)
+    axes = base.axes if base.axes_of_call is None else base.axes_of_call(call, base.axes)
     return line_of_call(axes, call, reduction)
 
 
 def argument_role(op: Op, line: Line, name: str) -> Role:
-    """An argument: a tensor of the line, or the gradient of a result."""
+    """Return the role of an argument: a tensor of the line, or the gradient of a result."""
+    # A gradient that the forward computed is a sum over the devices, as it left the forward.
     if op.name.endswith("_backward") and name in COMPUTED_BY_FORWARD and name in line.results:
         return Role(line.results[name].axes, Partial())
-    entry = line.of(name)
-    if entry is None:
+    spec = line.of(name)
+    if spec is None:
         raise NotImplementedError(f"{op.name}: there is no sharding rule of the argument {name}")
-    return Role(entry.axes, Replicate())
+    return Role(spec.axes, Replicate())
 
 
 def result_names(op: Op, line: Line) -> list[str]:
-    """The names of the results; those of a backward op without names are the gradients of the
-    first tensors of the forward."""
+    """Return the names of an op's results. Results of a backward op that have no names are the
+    gradients of the forward's first tensors."""
     if not op.name.endswith("_backward"):
         return list(line.results)
     first = (f"d{name}" for name in tensor_names(declared(op)))
@@ -66,7 +69,7 @@ def result_names(op: Op, line: Line) -> list[str]:
 
 
 def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
-    """Whether a call has the i-th result, or None in its place."""
+    """Return whether a call computes its i-th result; otherwise that is None."""
     if op.name.endswith("_backward"):
         return bool(getattr(call, "output_mask", (True,) * (i + 1))[i])
     if name in COMPUTED_BY_FORWARD:
@@ -76,35 +79,37 @@ def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
 
 
 def dimensions(axes: Sequence[str], many: int, columns: str = "") -> list[str | None]:
-    """The axis of each dimension, where `*` and `#` are `many` dimensions. The axis `columns` may
-    be sharded although it is an upper-case one."""
+    """Return the axis of each dimension, or None for one that may not be sharded. `*` and `#` stand
+    for `many` dimensions. The axis `columns` may be sharded although it is an upper-case one."""
     named: list[str | None] = []
     for axis in axes:
         if axis in MANY:
             named += [f"*{i}" if axis == "*" else None for i in range(many)]
         else:
-            # The columns of two packed halves are columns, and heads of keys are heads.
+            # The axis of `2*n`, two packed halves, is n, and that of `h'`, heads of keys, is h.
             name = axis.removeprefix("2*").removesuffix("'")
             named.append(name if name.islower() or name == columns else None)
     return named
 
 
 def shardable(sizes: dict[str, list[Any]], devices: int) -> list[str]:
-    """The axes that may be sharded, of those with these sizes in the tensors of a call.
+    """Return the axes that may be sharded over `devices`. `sizes` has the different sizes that an
+    axis has in the tensors of a call.
 
-    A tensor with fewer elements than others has one for so many neighbours, as keys have a head for
-    several heads of queries: then every device must have the neighbours of whole elements.
+    A tensor that is shorter along an axis has one element for several neighbours of another tensor,
+    as keys have one head for several heads of queries. Then every device must have whole elements
+    with all their neighbours, so that the shorter sizes must be divisible by the devices.
     """
-    found = []
-    for axis, found_sizes in sizes.items():
-        largest, *others = sorted(found_sizes, reverse=True)
+    axes = []
+    for axis, axis_sizes in sizes.items():
+        largest, *others = sorted(axis_sizes, reverse=True)
         if all(largest % size == 0 and size % devices == 0 for size in others):
-            found.append(axis)
-    return found
+            axes.append(axis)
+    return axes
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call; None for an argument or a result that is none."""
+    """The tensors of a call; None for an argument or a result that is not a tensor."""
 
     arguments: list[TensorAxes | None]
     results: list[TensorAxes | None]
@@ -112,8 +117,8 @@ class Tensors(NamedTuple):
     sizes: dict[str, list[Any]]
 
     def placements(self, axis: str | None) -> tuple[Placements, Placements]:
-        """The placements of results and of arguments, on one dimension of a mesh, that shard an
-        axis, or nothing."""
+        """Return the placements of results and of arguments, on one dimension of a mesh, if that
+        shards `axis`, or shards nothing for None."""
 
         def placed(tensors: Sequence[TensorAxes | None]) -> Placements:
             return [t and (t.placement(axis) if axis else Replicate()) for t in tensors]
@@ -122,8 +127,8 @@ class Tensors(NamedTuple):
 
 
 def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -> Tensors:
-    """The tensors of a call, whose arguments are tensors or specs of DTensor, with the axes of a
-    line, by default the op's."""
+    """Return the tensors of a call with the axes of a line, by default the op's. The arguments of
+    the call are DTensors or DTensor's specs."""
     line = line_of(op, call) if line is None else line
     roles = {
         argument.name: (argument_role(op, line, argument.name), value)
@@ -146,9 +151,9 @@ def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -
             None if axis is None or (size == 1 and len(sizes[axis]) > 1) else axis
             for axis, size in zip(axes, shape, strict=True)
         ]
-    for found in sizes.values():
-        if len(found) > 1 and 1 in found:
-            found.remove(1)
+    for axis_sizes in sizes.values():
+        if len(axis_sizes) > 1 and 1 in axis_sizes:
+            axis_sizes.remove(1)
 
     arguments = [
         TensorAxes(named[argument.name], roles[argument.name][0].otherwise)
@@ -166,18 +171,19 @@ def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -
         if op.name.endswith("_backward") and like in named:
             axes = named[like]
         else:
-            entry = line.results.get(result) or line.arguments.get(like)
-            if entry is None:
-                # The gradient of an argument that the form of the call lacks.
+            spec = line.results.get(result) or line.arguments.get(like)
+            if spec is None:
+                # The gradient of an argument that this form of the line does not have.
                 results.append(None)
                 continue
-            axes = dimensions(entry.axes, rows, columns)
+            axes = dimensions(spec.axes, rows, columns)
         results.append(TensorAxes(axes, Partial()))
     return Tensors(arguments, results, sizes)
 
 
 def rule(name: str, args: Sequence[Any]) -> Rule:
-    """The placements of results and of arguments, on one dimension of a mesh, that op `name` keeps.
+    """Return the sharding rule of op `name`: the placements of results and of arguments, on one
+    dimension of a mesh, with which the op needs no communication.
 
     `args` are the arguments of a call, with a spec in place of a tensor.
     """

@@ -18,9 +18,9 @@ from .rules import Rule, rule
 def register_rules() -> None:
     """Register the rule of every op.
 
-    A rule depends on every argument: on which tensors are given, and on strings such as the
+    A rule depends on every argument: on which tensors are None, and on strings such as the
     reduction. By default DTensor's cache of rules distinguishes calls by their tensors alone, and
-    would serve the placements of a sum for a mean.
+    would return the placements of a sum for a mean.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name, op in OPS.items():
@@ -47,15 +47,18 @@ class _NotComputed(op_schema.OpSpec):
 
 
 def _for_each_result(strategy: Callable[[Any], Any], schema: Any) -> op_schema.TupleStrategy:
-    """The strategy of an op whose first result is optional, as a gradient is: DTensor drops the
-    specs of its results, unless each has a strategy. All choose the same, by the same costs."""
+    """Return a strategy for each result of an op whose first result is optional, as a gradient is:
+    from a common strategy, DTensor would drop the specs of the results. As the costs are equal, all
+    choose the same placements."""
     specs = strategy(schema).strategies
 
     def of_result(i: int) -> op_schema.OpStrategy:
-        kind = _NotComputed if specs[0].output_specs[i] is None else op_schema.OpSpec
+        spec_class = _NotComputed if specs[0].output_specs[i] is None else op_schema.OpSpec
         return op_schema.OpStrategy(
             [
-                kind(s.output_specs[i] or s.input_specs[0], s.input_specs, s.redistribute_cost)
+                spec_class(
+                    s.output_specs[i] or s.input_specs[0], s.input_specs, s.redistribute_cost
+                )
                 for s in specs
             ]
         )

@@ -1,1 +1,1 @@
-"""Losses of a process group's ranks, each of which has some words of the vocabulary."""
+"""Losses over a vocabulary that is sharded over the ranks of a process group."""

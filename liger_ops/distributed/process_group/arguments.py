@@ -1,5 +1,5 @@
-"""The arguments of a loss over a process group's vocabulary, plain tensors or DTensors, as one rank
-has them."""
+"""Read the arguments of a loss over a process group's vocabulary, plain tensors or DTensors, and
+bring them to what one rank computes with."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from ..vocab_parallel.collectives import Gathered, Replicated
 from ..vocab_parallel.shard import VocabShard
 
 
-class Arguments(NamedTuple):
-    """A call's tensors as one rank has them: sharded and bias are of its words, x and the others
-    whole."""
+class RankArguments(NamedTuple):
+    """A call's tensors on one rank: `sharded` and `bias` have the rank's words, x and the `others`
+    are whole."""
 
+    # The function's name, for messages.
     op: str
     shard: VocabShard
     # None for plain tensors.
@@ -33,7 +34,7 @@ class Arguments(NamedTuple):
     others: Mapping[str, Tensor | None] = {}
 
     def of_words(self, name: str, tensor: Tensor, dim: int = 0) -> Tensor:
-        """The rank's words of a tensor that is sharded over words."""
+        """Return the rank's words of a tensor that is sharded over words."""
         if isinstance(tensor, DTensor):
             self._check_mesh(name, tensor)
             _check_placement(self.op, name, tensor, dim)
@@ -42,7 +43,7 @@ class Arguments(NamedTuple):
         return tensor
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a tensor, whose gradient every rank has whole."""
+        """Return a whole tensor, of a DTensor gathered. Every rank computes its whole gradient."""
         if not isinstance(tensor, DTensor):
             return tensor
         self._check_mesh(name, tensor)
@@ -50,7 +51,7 @@ class Arguments(NamedTuple):
         return whole.to_local(grad_placements=[Replicate()])
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """The whole of an argument without a gradient."""
+        """Return a whole tensor that has no gradient; raise if it requires one."""
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 f"{self.op}: {name} must not require a gradient, which the result does not give"
@@ -58,7 +59,7 @@ class Arguments(NamedTuple):
         return None if tensor is None else self.whole(name, tensor)
 
     def rows(self, name: str, x: Tensor, sequence_dim: int | None = None) -> tuple[Tensor, bool]:
-        """The whole x, and whether its gradient is still to be summed over the ranks."""
+        """Return the whole x, and whether the ranks' gradients of it are still to be summed."""
         if isinstance(x, DTensor):
             self._check_mesh(name, x)
             placement = x.placements[0]
@@ -69,7 +70,7 @@ class Arguments(NamedTuple):
                 )
             if placement.is_replicate():
                 return x.to_local(), True
-            # Each rank's gradient is a part of the sum, which the mesh's collectives compute.
+            # Each rank's gradient is a term of a sum, which DTensor computes, as Partial says.
             whole = x.redistribute(placements=[Replicate()])
             return whole.to_local(grad_placements=[Partial()]), False
         if sequence_dim is None:
@@ -82,8 +83,8 @@ class Arguments(NamedTuple):
         return Gathered.apply(x, sequence_dim % x.dim(), self.shard.group), False
 
     def head(self, call: Any, prefix: str = "") -> Head:
-        """The head of a call, cast as autocast casts it. `prefix` is that of the arguments' names.
-        A call may have lora_x, which has the rows of x, in place of lora_a."""
+        """Return the head of a call, cast as autocast casts it. `prefix` starts the names of the
+        head's arguments. A call may have lora_x = x @ lora_a.T in place of lora_a."""
         assert self.x is not None
         x, weight, bias = cast_as_linear(self.x, self.sharded, self.bias)
         lora_b: Tensor | None = getattr(call, f"{prefix}lora_b")
@@ -104,13 +105,13 @@ class Arguments(NamedTuple):
                 )
             lora_a = lora_a.to_local()
         if lora_a is not None and not self.shard.sums_x:
-            # Each rank's gradient of lora_x is then a part of the sum.
+            # x's ranks each keep a term of the gradient, and so does lora_x: sum that of lora_a.
             lora_a = Replicated.apply(lora_a, self.shard.group)
         scale = getattr(call, f"{prefix}lora_scale")
         return Head(x, weight, bias, *lora_input(self.op, x, weight, lora_a, lora_b, scale, prefix))
 
     def check_target(self, x: Tensor, target: Tensor | None) -> None:
-        """Check what the op of a rank without words would not: it is not called."""
+        """Check the target, for a rank without words too, which calls no op that would check it."""
         if target is None:
             return
         if target.dtype not in (torch.int64, torch.int32):
@@ -137,15 +138,15 @@ class Arguments(NamedTuple):
             )
 
 
-def arguments(
+def read_arguments(
     op: str, loss: ShardedLoss, call: Any, others: dict[str, Tensor | None], prefix: str | None
-) -> Arguments:
-    """Read the arguments of a call of the function of this name. `others` are arguments of which
-    every rank has the whole. `prefix` is that of the names of x and bias, if the loss has a head.
+) -> RankArguments:
+    """Read the arguments of a call of the function named `op`. `others` are arguments that every
+    rank has whole. `prefix` starts the names of x and bias, and is None for a loss of logits.
     """
     name, dim, sharded = loss.sharded, loss.dim, getattr(call, loss.sharded)
-    given = (getattr(call, key, None) for key in ("group", "vocab_size", "sequence_dim"))
-    group, vocab_size, sequence_dim = given
+    options = (getattr(call, key, None) for key in ("group", "vocab_size", "sequence_dim"))
+    group, vocab_size, sequence_dim = options
     bias = x = None
     if prefix is not None:
         bias, x = getattr(call, f"{prefix}bias"), getattr(call, f"{prefix}x")
@@ -155,12 +156,12 @@ def arguments(
         if group is not None or vocab_size is not None or sequence_dim is not None:
             raise ValueError(
                 f"{op}: group, vocab_size and sequence_dim must be None for a DTensor {name}, whose"
-                " mesh and shape say them"
+                " mesh and shape determine them"
             )
         mesh = sharded.device_mesh
         _check_placement(op, name, sharded, dim)
         V, ranks, rank = sharded.shape[dim], mesh.size(), mesh.get_local_rank()
-        name_of_group = mesh.get_group().group_name
+        group_name = mesh.get_group().group_name
     else:
         mesh = None
         if group is None or vocab_size is None:
@@ -172,18 +173,18 @@ def arguments(
         V, ranks, rank = vocab_size, dist.get_world_size(group), dist.get_rank(group)
         if rank < 0:
             raise ValueError(f"{op}: group must have this process as a member")
-        name_of_group = group.group_name
-    shard = VocabShard.of_rank(name_of_group, rank, ranks, V)
+        group_name = group.group_name
+    shard = VocabShard.of_rank(group_name, rank, ranks, V)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
-    read = Arguments(op, shard, mesh, local)
-    read.check_size(name, local, dim)
+    reader = RankArguments(op, shard, mesh, local)
+    reader.check_size(name, local, dim)
     if bias is not None:
-        bias = read.of_words(f"{prefix}bias", bias)
+        bias = reader.of_words(f"{prefix}bias", bias)
     if x is not None:
-        x, sums_x = read.rows(f"{prefix}x", x, sequence_dim)
+        x, sums_x = reader.rows(f"{prefix}x", x, sequence_dim)
         shard = shard._replace(sums_x=sums_x)
-    wholes = {key: read.constant(key, value) for key, value in others.items()}
-    return Arguments(op, shard, mesh, local, bias, x, wholes)
+    wholes = {key: reader.constant(key, value) for key, value in others.items()}
+    return RankArguments(op, shard, mesh, local, bias, x, wholes)
 
 
 def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:

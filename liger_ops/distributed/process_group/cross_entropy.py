@@ -14,24 +14,24 @@ from .sharded_op import sharded_op
 
 
 def _loss(name: str, call: Any) -> Tensor:
-    given, local = read(name, call)
+    arguments, local = read(name, call)
     class_weight = local["class_weight" if "class_weight" in local else "weight"]
-    if class_weight is not None and tuple(class_weight.shape) != (given.shard.V,):
+    if class_weight is not None and tuple(class_weight.shape) != (arguments.shard.V,):
         raise ValueError(
-            f"{given.op}: the class weight must have every word on each rank, ({given.shard.V},),"
-            f" got {tuple(class_weight.shape)}"
+            f"{arguments.op}: the class weight must have every word on each rank,"
+            f" ({arguments.shard.V},), got {tuple(class_weight.shape)}"
         )
-    return sharded_op(name, given.shard, ("loss",), **local)[0]
+    return sharded_op(name, arguments.shard, ("loss",), **local)[0]
 
 
 def of_head(
     head: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], target: Tensor,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`linear_cross_entropy` of DTensors, of a head whose LoRA has its first product already.
+    """Compute `linear_cross_entropy` of DTensors for a head whose LoRA has its first product.
 
-    head: x, weight, bias, lora_x and lora_b. lora_x, (..., R), has x's placement, and lora_b is
-    sharded over words; both are None without LoRA.
+    head: x, weight, bias, lora_x and lora_b. lora_x = x @ lora_a.T, (..., R), has x's placement,
+    and lora_b is sharded over words; both are None without LoRA.
     """
     x, weight, bias, lora_x, lora_b = head
     call_of = OPS["linear_cross_entropy_forward"].arguments
@@ -47,12 +47,12 @@ def cross_entropy(
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`liger_ops.cross_entropy` of logits that are sharded over words.
+    """Compute `liger_ops.cross_entropy` of logits that are sharded over words.
 
     The equations, options and precision are those of `liger_ops.cross_entropy`, with V the words of
-    all ranks. Each rank computes from its own words lse_r, what rounding took from it, and the
-    target's logit, and with label smoothing the sum of the logits, both relative to lse_r, by the
-    op `cross_entropy_forward`. One all-gather of these three or four numbers a token gives
+    all ranks. From its own words, each rank computes lse_r and its rounding error, the target's
+    logit, and with label smoothing the sum of the logits, both relative to lse_r, by the op
+    `cross_entropy_forward`. One all-gather of these three or four numbers a token gives
 
         lse_i = log(sum_r exp(lse_ir))
 
@@ -60,17 +60,17 @@ def cross_entropy(
     the gradient of a rank's logits follows from these logits and lse_i, by the op
     `cross_entropy_backward`.
 
-    Ranks hold adjacent words, as `torch.chunk` splits them: each has ceil(V / ranks), the last ones
-    fewer or none. Logits, and no other argument, are sharded: give them as a DTensor on a mesh of
-    one dimension, or the rank's own with `group` and `vocab_size`. Every rank calls the function
-    with the same options and the same values of the other arguments, and calls backward of the
-    same function of the loss, as it does for a loss that it computes alone; gradients are not
-    averaged over the ranks. A DTensor of these other arguments is gathered.
+    Ranks hold adjacent words, as `torch.chunk` splits them: each has ceil(V / ranks) words, the
+    last ones fewer or none. Only the logits are sharded: pass them as a DTensor on a mesh of one
+    dimension, or the rank's own logits with `group` and `vocab_size`. Every rank calls the function
+    with the same options and the same values of the other arguments, and calls backward on the same
+    function of the loss, as if it computed the loss alone; gradients are not averaged over the
+    ranks. If another argument is a DTensor, it is gathered.
 
-    No host waits for a device. torch.compile traces the function with its collectives, which are
-    `torch.distributed._functional_collectives`, and the ops of a rank stay whole. Within
-    `torch.distributed.tensor.parallel.loss_parallel` it does the same as without. There is no
-    second derivative: `create_graph=True` and `torch.func` transforms raise.
+    The host never waits for a device. torch.compile traces the function with its collectives, which
+    are `torch.distributed._functional_collectives`, and each op of a rank is one node.
+    `torch.distributed.tensor.parallel.loss_parallel` changes nothing. There is no second
+    derivative: `create_graph=True` and `torch.func` transforms raise.
 
     Args:
         logits: (..., V / ranks), floating point, the logits of the rank's words; or a DTensor
@@ -96,31 +96,32 @@ def linear_cross_entropy(
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
     sequence_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`liger_ops.linear_cross_entropy` with a weight that is sharded over words.
+    """Compute `liger_ops.linear_cross_entropy` with a weight that is sharded over words.
 
     The equations, options and precision are those of `liger_ops.linear_cross_entropy`, with V the
     words of all ranks. Each rank computes the logits of its own words, a chunk of tokens at a time;
-    they are never whole. Collectives, results and sharding are as for `cross_entropy`; the weight
-    and the bias, and no other argument, are sharded over words.
+    they are never gathered. Collectives, results and sharding are as for `cross_entropy`; only the
+    weight and the bias are sharded over words.
 
     x is whole on every rank, or its rows are sharded over the same ranks (sequence parallelism). If
-    it is whole, its gradient is all-reduced; give the x that the ranks share before any function
-    that does that itself. If it is sharded, the forward gathers it, and the backward
-    reduce-scatters its gradient. Both are in x's dtype, but for the float32 gradient of a float16
-    x that is computed in the forward.
+    it is whole, its gradient is all-reduced; pass the replicated x itself, and not the result of a
+    function whose backward all-reduces too. If it is sharded, the forward gathers it, and the
+    backward reduce-scatters its gradient. Both are in x's dtype, but for the float32 gradient of a
+    float16 x that is computed in the forward.
 
     If a gradient is needed and the reduction is "mean" or "sum", the forward computes it, a chunk
     of tokens at a time, with one all-gather a chunk: forward and backward together take three
-    products of M, V / ranks and D. The next chunk's logits are computed while the numbers of a
-    chunk are gathered, and the gradient of weight while that of x is all-reduced. For the reduction
-    "none", there is one all-gather, and the backward recomputes the logits, then all-reduces: four
-    products. Sums over the chunks are in accum_dtype, as for `liger_ops.linear_cross_entropy`; a
-    second backward computes the gradient of weight again.
+    matrix products of the sizes M, V / ranks and D. The next chunk's logits are computed while the
+    numbers of a chunk are gathered, and the gradient of weight while that of x is all-reduced. For
+    the reduction "none", the forward has one all-gather, and the backward recomputes the logits and
+    all-reduces the gradient of x: four products. Sums over the chunks are in accum_dtype, as for
+    `liger_ops.linear_cross_entropy`; a second backward computes the gradient of weight again.
 
-    Memory, beside the result and the gradients: x whole; three chunks of logits, the next chunk's
-    and a chunk with its gradient, for the reduction "none" one; and the accum_dtype sum of weight's
-    gradient, unless all tokens are one bfloat16 chunk. A single chunk takes its logits and their
-    gradient, and after that weight's in the place of the logits.
+    Memory, beside the result and the gradients: the whole x; three chunks of logits (the next
+    chunk's logits, a chunk's logits and their gradient), or one for the reduction "none"; and the
+    accum_dtype sum of weight's gradient, unless all tokens are one bfloat16 chunk. A single chunk
+    takes its logits and their gradient, and then the gradient of weight in the memory of the
+    logits.
 
     Args:
         chunk_bytes: the size of a chunk of the logits of the rank with most words, in x's dtype;

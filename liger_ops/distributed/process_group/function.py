@@ -1,4 +1,4 @@
-"""The functions of process groups, each of which has the arguments of an op, and a group."""
+"""Make the functions over process groups, each of which has the arguments of an op, and a group."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from ...library import COMPOSED, OPS, tensor_names
 from ...nn.derived import described, entries, sections
 from ...ops.heads.head import HEAD, needed_gradients
 from ..vocab_parallel import SHARDED_LOSSES
-from .arguments import Arguments, arguments
+from .arguments import RankArguments, read_arguments
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The arguments that differ from the op's.
+# Documentation of the arguments that differ from those of the op.
 _OF_RANKS = """
-    x: (..., D), floating point: the whole, or the rank's part along `sequence_dim`, of which every
-        rank has as many rows; or a DTensor with the placement Replicate() or Shard(d) of a
-        dimension but the last, whose rows need not divide.
+    x: (..., D), floating point: the whole x, or the rank's part along `sequence_dim`, of the same
+        size on every rank; or a DTensor with the placement Replicate(), or Shard(d) for any
+        dimension d but the last, whose size need not be divisible by the number of ranks.
     weight: (V / ranks, D), the rank's words; or a DTensor (V, D) with the placement Shard(0).
     target: (...), int64 or int32, of all tokens and the whole vocabulary; each is ignore_index, or
         from 0 to V - 1.
     bias: (V / ranks,); or a DTensor (V,) with the placement Shard(0).
     class_weight: (V,), the weight of every word.
-    lora_a: (R, D), floating point, the whole on every rank, or a DTensor with the placement
-        Replicate(): with lora_b, a LoRA that is added to weight. Its gradient is whole on every
-        rank.
+    lora_a: (R, D), floating point, whole on every rank, or a DTensor with the placement
+        Replicate(): with lora_b, a LoRA that is added to weight. Every rank has its whole gradient.
     lora_b: (V / ranks, R), the rank's words; or a DTensor (V, R) with the placement Shard(0).
-    group: the process group whose ranks have the words, in the order of the ranks; None for
+    group: the process group over whose ranks the words are split, in their order; None for
         DTensors.
     vocab_size: V; None for DTensors.
-    sequence_dim: the dimension along which x is sharded, or None if it is whole; None for DTensors:
-        then x's placement says it, and an x that is no DTensor is whole.
+    sequence_dim: the dimension along which x is sharded, or None if it is whole. It is None for a
+        weight that is a DTensor: x is then sharded by its placement, or whole if it is a plain
+        tensor.
 """
 _SECTIONS = {
-    "Raises": """    TypeError: a tensor has another dtype.
-    ValueError: a shape, a placement, a mesh or an option is not as above, or a tensor that has no
-        gradient requires one.""",
+    "Raises": """    TypeError: the sharded argument is not a tensor, or a dtype is not accepted.
+    ValueError: a tensor does not have the rank's number of words, or the tokens of x; a DTensor has
+        another placement or mesh; group or vocab_size is missing; group, vocab_size or sequence_dim
+        is given with DTensors; an option has a value that is not accepted; or a tensor that has no
+        gradient, such as the target, requires one.""",
     "Source": """    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models
     Using Model Parallelism", 2019.""",
 }
 
-# The arguments of each op of which every rank has the whole.
+# Op -> its tensor arguments that are whole on every rank and have no gradient.
 _WHOLES = {
     name: [
         tensor
@@ -58,8 +60,8 @@ _WHOLES = {
 
 
 def of_ranks(compute: Callable[[str, Any], Any]) -> Callable[[Function], Function]:
-    """A function with the parameters of the decorated one, whose call it gives to `compute`, after
-    its name. The documentation of the arguments that it does not describe is the op's."""
+    """Implement a function by `compute(name, call)`, where `call` is the named tuple of its
+    arguments. Arguments that its docstring does not describe are documented as those of the op."""
 
     def decorate(function: Function) -> Function:
         name, parameters = function.__name__, signature(function).parameters
@@ -74,21 +76,21 @@ def of_ranks(compute: Callable[[str, Any], Any]) -> Callable[[Function], Functio
                 raise TypeError(f"distributed.{name}: at most {most} arguments go by position")
             return compute(name, call_of(*args, **kwargs))
 
-        own, of_op = sections(function.__doc__), sections(COMPOSED[name].__doc__)
-        texts = entries(of_op["Args"]) | entries(_OF_RANKS) | entries(own.get("Args", ""))
-        own["Args"] = described(parameters, texts)
-        body = {"": own.pop(""), "Args": own.pop("Args"), **own, **_SECTIONS}
+        doc, op_doc = sections(function.__doc__), sections(COMPOSED[name].__doc__)
+        texts = entries(op_doc["Args"]) | entries(_OF_RANKS) | entries(doc.get("Args", ""))
+        doc["Args"] = described(parameters, texts)
+        body = {"": doc.pop(""), "Args": doc.pop("Args"), **doc, **_SECTIONS}
         public.__doc__ = "\n\n".join(f"{k}:\n{v}" if k else v for k, v in body.items())
         return public  # type: ignore[return-value]
 
     return decorate
 
 
-def read(name: str, call: Any, *more: str) -> tuple[Arguments, dict[str, Any]]:
-    """The arguments of a call as one rank has them, and those of the op `<name>_forward`. The
-    arguments in `more` are whole, and not the op's."""
+def read(name: str, call: Any, *more: str) -> tuple[RankArguments, dict[str, Any]]:
+    """Read a call: return its arguments on this rank, and the arguments of the op `<name>_forward`.
+    `more` are names of whole arguments that the op does not have."""
     loss, op, title = SHARDED_LOSSES[name], OPS[f"{name}_forward"], f"distributed.{name}"
-    # Every rank checks what the op of each would not, as it is not called without words.
+    # Every rank checks the options: the op would, but a rank without words does not call it.
     for option, accepted in op.options.items():
         value, condition = getattr(call, option, None), accepted
         if not isinstance(condition, Accepted):
@@ -98,16 +100,16 @@ def read(name: str, call: Any, *more: str) -> tuple[Arguments, dict[str, Any]]:
     prefix = loss.sharded.removesuffix("weight") if hasattr(call, "chunk_bytes") else None
     names = (*_WHOLES[name], *more)
     wholes = {tensor: getattr(call, tensor) for tensor in names if hasattr(call, tensor)}
-    given = arguments(title, loss, call, wholes, prefix)
+    arguments = read_arguments(title, loss, call, wholes, prefix)
     local = {field: getattr(call, field) for field in op.arguments._fields if hasattr(call, field)}
-    local |= {name: tensor for name, tensor in given.others.items() if name in local}
+    local |= {name: tensor for name, tensor in arguments.others.items() if name in local}
     if prefix is not None:
-        head = given.head(call, prefix)
+        head = arguments.head(call, prefix)
         local |= {f"{prefix}{n}": tensor for n, tensor in zip(HEAD, head, strict=True)}
         if "gradient_mask" in op.arguments._fields:
             local["gradient_mask"] = needed_gradients(head, call.reduction)
     else:
-        local[loss.sharded] = given.sharded
+        local[loss.sharded] = arguments.sharded
     if "target" in local:
-        given.check_target(local[loss.rows], local["target"])
-    return given, local
+        arguments.check_target(local[loss.rows], local["target"])
+    return arguments, local

@@ -13,8 +13,8 @@ from .sharded_op import sharded_op
 
 
 def _results(name: str, call: Any) -> tuple[Any, ...]:
-    given, local = read(name, call)
-    return sharded_op(name, given.shard, ("log_prob", "entropy"), **local)
+    arguments, local = read(name, call)
+    return sharded_op(name, arguments.shard, ("log_prob", "entropy"), **local)
 
 
 @of_ranks(_results)
@@ -23,14 +23,14 @@ def log_prob(
     logit_scale: float = 1.0, ignore_index: int = -100,
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`liger_ops.log_prob` of logits that are sharded over words.
+    """Compute `liger_ops.log_prob` of logits that are sharded over words.
 
     The equations, options, results and precision are those of `liger_ops.log_prob`. The forward has
-    one all-gather of four numbers a token, lse, what rounding took from it, the target's logit and
-    the entropy of a rank's words, and the backward none: the gradient of a rank's logits needs
-    nothing of the others'.
+    one all-gather of four numbers a token, the lse of a rank's words, its rounding error, the
+    target's logit and the entropy. The backward has no collective: it computes the gradient of a
+    rank's logits from these logits and the lse of all words.
 
-    Sharding, errors and what else differs are as for `cross_entropy`.
+    Sharding, errors and other differences are as for `cross_entropy`.
 
     Args:
         logits: (..., V / ranks), the logits of the rank's words; or a DTensor (..., V) with the
@@ -53,13 +53,14 @@ def linear_log_prob(
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
     sequence_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`liger_ops.linear_log_prob` with a weight that is sharded over words.
+    """Compute `liger_ops.linear_log_prob` with a weight that is sharded over words.
 
-    The equations, options, results, chunks and products are those of `liger_ops.linear_log_prob`,
-    of the rank's words. The collectives are one all-gather of four numbers a token in the forward,
-    and for x those of `linear_cross_entropy` with the reduction "none".
+    The equations, options, results, chunks and matrix products are those of
+    `liger_ops.linear_log_prob`, for the rank's words. The collectives are one all-gather of four
+    numbers a token in the forward, and for x those of `linear_cross_entropy` with the reduction
+    "none".
 
-    Sharding, errors and what else differs are as for `linear_cross_entropy`.
+    Sharding, errors and other differences are as for `linear_cross_entropy`.
 
     Returns:
         log_prob, entropy: of target's shape, the same on every rank; float32, or float64 if x is.

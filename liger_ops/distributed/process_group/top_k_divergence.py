@@ -1,4 +1,4 @@
-"""The divergence from a teacher that gives its top k words, over a sharded vocabulary."""
+"""Divergence from a teacher's top k words, over a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .sharded_op import sharded_op
 
 
 def _divergence(name: str, call: Any) -> Tensor:
-    given, local = read(name, call, "target")
-    ids, target, x = local["teacher_ids"], given.others["target"], local["x"]
-    log_prob = given.whole("teacher_log_prob", call.teacher_log_prob)
+    arguments, local = read(name, call, "target")
+    ids, target, x = local["teacher_ids"], arguments.others["target"], local["x"]
+    log_prob = arguments.whole("teacher_log_prob", call.teacher_log_prob)
     kind = (call.kind, call.beta, call.tail)
-    check_teacher(given.op, x, ids, log_prob, target, *kind)
-    # A rank without words calls no op that would check it.
+    check_teacher(arguments.op, x, ids, log_prob, target, *kind)
+    # The op checks this too, but a rank without words does not call it.
     if ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{given.op}: teacher_ids must have the shape of the whole x but for its last"
+            f"{arguments.op}: teacher_ids must have the shape of the whole x but for its last"
             f" dimension, {tuple(x.shape[:-1])} and K, got {tuple(ids.shape)}"
         )
     ids = local["teacher_ids"] = distinct(ids, target, call.ignore_index)
     options = {"constant": ("rest_error",), **local}
-    logits, rest, error = sharded_op(name, given.shard, ("logits", "rest"), **options)
-    return divergence_of_classes(logits, rest, error, log_prob, ids, *kind, given.shard.V)
+    logits, rest, error = sharded_op(name, arguments.shard, ("logits", "rest"), **options)
+    return divergence_of_classes(logits, rest, error, log_prob, ids, *kind, arguments.shard.V)
 
 
 @of_ranks(_divergence)
@@ -43,16 +43,16 @@ def linear_top_k_divergence(
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
     sequence_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`liger_ops.linear_top_k_divergence` with a weight that is sharded over words.
+    """Compute `liger_ops.linear_top_k_divergence` with a weight that is sharded over words.
 
-    The equations, options, results, chunks and products are those of
-    `liger_ops.linear_top_k_divergence`, of the rank's words. The forward has one all-reduce of
+    The equations, options, results, chunks and matrix products are those of
+    `liger_ops.linear_top_k_divergence`, for the rank's words. The forward has one all-reduce of
     K + 2 * ranks float32 numbers a token: the logits of the listed words, each of which one rank
-    has, and each rank's logsumexp of the others and what rounding took from it. The collectives for
-    x are those of `linear_cross_entropy` with the reduction "none".
+    has, and each rank's logsumexp of its other words with the rounding error. The collectives of x
+    are those of `linear_cross_entropy` with the reduction "none".
 
-    Sharding, errors and what else differs are as for `linear_cross_entropy`. An entry of
-    teacher_ids that is not below V gives NaN, also on a CPU.
+    Sharding, errors and other differences are as for `linear_cross_entropy`. An entry of
+    teacher_ids that is not below V gives NaN, on a CPU too.
 
     Args:
         teacher_ids, teacher_log_prob: (..., K), of all tokens, with the words counted from the

@@ -1,8 +1,8 @@
-"""Losses over a sharded vocabulary: what a rank computes of its words, for process groups and for
+"""Losses over a sharded vocabulary, computed by each rank from its words, for process groups and
 DTensors.
 
-`SHARDED_LOSSES` has for each op the functions of its call and of its backward op's call. A call has
-the rank's words in place of all; its results are those of all words, as the op's of one device.
+`SHARDED_LOSSES` has for each op two functions, of its call and of its backward op's call. The
+tensors of a call have the rank's words alone; the results are those of the op for all words.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ Compute = Callable[[Op, Any, VocabShard], tuple[Any, ...]]
 
 
 class ShardedLoss(NamedTuple):
-    """The functions of an op and of its backward op; the tensor that is sharded over words and its
-    dimension, the tensor that has the rows, and the tensors that have gradients."""
+    """The computation of a loss over a sharded vocabulary."""
 
+    # Compute the results of the op, and of its backward op.
     forward: Compute
     backward: Compute
+    # The tensor that is sharded over words, and its dimension of words.
     sharded: str
     dim: int
+    # The tensor that has a row for each token.
     rows: str
+    # The tensors that have gradients.
     differentiated: tuple[str, ...]
 
 
-def _of_logits(module: Any, *logits: str) -> ShardedLoss:
+def _logits_loss(module: Any, *logits: str) -> ShardedLoss:
     return ShardedLoss(module.forward, module.backward, logits[0], -1, logits[0], logits)
 
 
-def _of_head(module: Any, prefix: str = "") -> ShardedLoss:
+def _head_loss(module: Any, prefix: str = "") -> ShardedLoss:
     names = tuple(f"{prefix}{name}" for name in HEAD)
     return ShardedLoss(module.forward, module.backward, names[1], 0, names[0], names)
 
 
 SHARDED_LOSSES = {
-    "cross_entropy": _of_logits(cross_entropy, "logits"),
-    "linear_cross_entropy": _of_head(cross_entropy),
-    "log_prob": _of_logits(log_prob, "logits"),
-    "linear_log_prob": _of_head(log_prob),
-    "linear_top_k_divergence": _of_head(top_k),
-    "divergence": _of_logits(divergence, "student_logits", "teacher_logits"),
-    "linear_divergence": _of_head(linear_divergence, "student_"),
+    "cross_entropy": _logits_loss(cross_entropy, "logits"),
+    "linear_cross_entropy": _head_loss(cross_entropy),
+    "log_prob": _logits_loss(log_prob, "logits"),
+    "linear_log_prob": _head_loss(log_prob),
+    "linear_top_k_divergence": _head_loss(top_k),
+    "divergence": _logits_loss(divergence, "student_logits", "teacher_logits"),
+    "linear_divergence": _head_loss(linear_divergence, "student_"),
 }

@@ -1,5 +1,5 @@
-"""The collectives between the parts of a sharded loss: PyTorch's functional ones, which
-torch.compile traces, and the gradients of a tensor that every rank uses."""
+"""Collectives of the sharded losses: PyTorch's functional ones, which torch.compile traces, and
+autograd functions for tensors that every rank uses."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from torch.autograd import Function
 
 from ...torch_private import functional_collectives as functional
 
-# torch 2.11 has these names alone, and later versions warn of them.
+# torch 2.11 has only the second name of each pair; later versions warn about it.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 def gathered(tensor: Tensor, dim: int, group: Any) -> Tensor:
-    """The ranks' tensors, of one shape, concatenated along a dimension."""
+    """All-gather the ranks' tensors, of one shape, and concatenate them along a dimension."""
     return wait(start_gather(tensor, dim, group))
 
 
 def start_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
-    """The ranks' tensors, for which `wait` waits."""
+    """Start an all-gather, for whose result `wait` waits."""
     return _gather(tensor.contiguous(), dim, group)
 
 
-def of_each_rank(gathered: Tensor, count: int) -> Tensor:
-    """(ranks, count, ...), of what was gathered along the first dimension, `count` of each rank."""
+def view_by_rank(gathered: Tensor, count: int) -> Tensor:
+    """View the result of an all-gather along the first dimension as (ranks, count, ...), where
+    `count` is the size of that dimension on one rank."""
     # Within torch.set_default_device, Dynamo does not trace Tensor.unflatten.
     return gathered.view(gathered.shape[0] // count, count, *gathered.shape[1:])
 
@@ -39,36 +40,37 @@ def summed(tensor: Tensor, group: Any) -> Tensor:
 
 
 def reduced(tensor: Tensor, operation: str, group: Any) -> Tensor:
-    """The sum, "sum", or the maximum, "max", over the ranks of a group or a mesh's dimension."""
+    """All-reduce a tensor over a group or a mesh's dimension; `operation` is "sum" or "max"."""
     return wait(functional.all_reduce(tensor.contiguous(), operation, group))
 
 
 def start_sum(tensor: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks, for which `wait` waits."""
+    """Start an all-reduce of a sum, for whose result `wait` waits."""
     return functional.all_reduce(tensor.contiguous(), "sum", group)
 
 
 def scattered_sum(tensor: Tensor, dim: int, group: Any) -> Tensor:
-    """The rank's part, along a dimension, of the sum over the ranks."""
+    """Reduce-scatter: sum over the ranks, and return the rank's part along a dimension."""
     return wait(_scatter(tensor.contiguous(), "sum", dim, group))
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Wait for a collective: the stream does, the host does not."""
+    """Make the stream wait for a collective; the host does not wait."""
     if isinstance(tensor, functional.AsyncCollectiveTensor):
         return tensor.wait()
     return tensor
 
 
 def fence(tensor: Tensor) -> Tensor:
-    """The tensor, in memory before anything of it is computed: Inductor would add up the products
-    of all chunks in one kernel, and hold every one until then."""
+    """Return the tensor, and have Inductor write it to memory before it is used. Otherwise Inductor
+    adds up the products of all chunks in one kernel, and keeps every product until then."""
     return functional.wait_tensor(tensor)
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise if a backward is itself to be differentiated. PyTorch's `once_differentiable` raises
-    only where the incoming gradients require a gradient, and is silent of one that is constant."""
+    """Wrap a backward to raise if it is itself to be differentiated. PyTorch's
+    `once_differentiable` raises only if an incoming gradient requires a gradient; for a constant
+    one, the second derivative would be wrong without an error."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
@@ -84,8 +86,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Replicated(Function):
-    """A tensor that every rank has: each rank's gradient is a part of the whole one, which is their
-    sum."""
+    """Identity of a tensor that every rank has; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -99,8 +100,8 @@ class Replicated(Function):
 
 
 class Gathered(Function):
-    """A tensor of which each rank has an equal part along a dimension: the gradient of a part is
-    that part of the ranks' sum."""
+    """All-gather of a tensor of which each rank has an equal part along a dimension; its gradient
+    is reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:

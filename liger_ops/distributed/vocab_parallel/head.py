@@ -1,8 +1,9 @@
-"""A head of the rank's words, a chunk of tokens at a time: its logits, and from their gradient the
-gradients of its tensors.
+"""Compute a head with the rank's words a chunk of tokens at a time: its logits, and from their
+gradient the gradients of its tensors.
 
-The number of tokens of a chunk is a number while that of all tokens is a symbol: a graph depends on
-the number of chunks alone. It is the same on all ranks, which have as many chunks.
+In a graph with a symbolic number of tokens, the number of tokens of a chunk is still a constant, so
+that the graph depends only on the number of chunks. A chunk has the same size on all ranks, so that
+all have the same number of collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .shard import VocabShard
 
 
 def split(head: Head | Tensor, size: int) -> list[Any]:
-    """The parts of a head, or of logits, of this many tokens."""
+    """Split a head, or logits, into chunks of `size` tokens."""
     if not isinstance(head, Head):
         return list(head.split(size))
     parts = head.x.split(size)
@@ -35,9 +36,10 @@ def gradients_of(
     head: Head, wanted: Sequence[bool], shard: VocabShard, size: int,
     accum_dtype: torch.dtype | None, in_forward: bool,
 ) -> HeadGradients:  # fmt: skip
-    """The gradients of a head, from those of its logits of chunks of this size.
+    """Return the sums of a head's gradients over chunks of `size` tokens.
 
-    If those of x and lora_x are summed over the ranks, that is beside the products that follow.
+    If the gradients of x and lora_x are summed over the ranks, the collective runs while the matrix
+    products that follow are computed.
     """
     dtypes = gradient_dtypes(head.weight, wanted, accum_dtype, in_forward)
     sum_dtype = accumulation_dtype(head.weight, accum_dtype)
@@ -55,9 +57,9 @@ def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add:
 
 
 def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b as `product` computes it, without a write in place: Dynamo cannot save a tensor of an
-    autograd function's forward that aliases another, as one that was written to does, or the
-    result of `to` the same dtype."""
+    """Compute a @ b as `product` does, without writing in place. In the forward of an autograd
+    function, Dynamo cannot save a tensor that aliases another: a tensor that was written to is such
+    an alias, and so is the result of `to` with the same dtype."""
     if a.dtype is dtype:
         return torch.mm(a, b)
     if a.is_cuda:
@@ -68,7 +70,7 @@ def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
-    """The tokens of a chunk of at most chunk_bytes, or one."""
+    """Return the number of tokens of a chunk of at most `chunk_bytes`, and at least 1."""
     most = set_bytes(chunk_bytes) or BACKWARD_BYTES
     fitting = max(1, most // max(1, row_bytes))
     return fitting if fitting < TILE else fitting // TILE * TILE
@@ -78,12 +80,12 @@ def loss_chunk_size(
     head: Head, shard: VocabShard, wanted: Sequence[bool], chunk_bytes: int | None,
     accum_dtype: torch.dtype | None,
 ) -> int:  # fmt: skip
-    """The tokens of a chunk of a loss: all of them, if nobody set a size and a single chunk takes
-    no more memory than several.
+    """Return the number of tokens of a chunk of a loss: all tokens, if the user set no size and a
+    single chunk takes no more memory than several.
 
     A single chunk takes its logits and their gradient, and then the gradient of weight in the
-    place of the logits. Several take three chunks, the gradient of weight in a wider dtype, and
-    that of x.
+    memory of the logits. Several take three chunks of logits, the gradient of weight in a wider
+    dtype, and the gradient of x.
     """
     x, weight = head.x, head.weight
     item_bytes = x.element_size()

@@ -1,4 +1,4 @@
-"""The part of a vocabulary that a rank has."""
+"""A rank's words of a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from ...ops.heads.head import HEAD
 from ...record import Op
 from .collectives import start_sum, wait
 
-# The mark of a token that does not count. It is no word's index, as the user's may be of a shard.
+# The target of a token that does not count, for the ops of a rank's words. The user's ignore_index
+# may be the index of a word, counted from the rank's first.
 IGNORED = -100
 # The tensors of a head that every rank has.
 SHARED = ("x", "lora_x")
 
-# One for each rank.
+# A sum of class weights for each rank.
 ClassSums = Tensor | tuple[int, ...]
 
 
 class VocabShard(NamedTuple):
-    """Words first to first + held - 1 of V, on one rank of the group of this name, of which no rank
-    has more than `most`. Where `sums_x`, the gradients of what every rank has are summed over the
-    ranks; otherwise each rank is left with its part of the sum."""
+    """The words `first` to `first + held - 1` of V, on the rank `rank` of the group named `group`.
+    No rank of it has more than `most` words. With `sums_x`, the gradients of the tensors that
+    every rank has (SHARED) are summed over the ranks; otherwise each rank returns its term of the
+    sum."""
 
     group: str
     rank: int
@@ -36,29 +38,31 @@ class VocabShard(NamedTuple):
 
     @staticmethod
     def of_rank(group: str, rank: int, ranks: int, V: int, sums_x: bool = False) -> VocabShard:
-        """A rank's words of V, as `torch.chunk` splits them."""
+        """Return a rank's words of V, as `torch.chunk` splits them."""
         most = -(-V // ranks)
         first = min(rank * most, V)
         return VocabShard(group, rank, ranks, first, min(first + most, V) - first, V, most, sums_x)
 
-    def here(self, target: Tensor) -> Tensor:
+    def is_local(self, target: Tensor) -> Tensor:
+        """Return whether each target is one of the rank's words."""
         return (target >= self.first) & (target < self.first + self.held)
 
-    def local(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Targets counted from the rank's first word. A target of another rank is some word of this
-        one, because an op treats an ignored token in another way."""
+    def local_index(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Return targets counted from the rank's first word. The target of another rank becomes
+        some word of this rank, and not IGNORED, because the ops leave ignored tokens out."""
         word = (target - self.first).clamp(0, max(self.held - 1, 0))
         return torch.where(target == ignore_index, IGNORED, word)
 
     def valid(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Return whether each target is a word of the vocabulary or ignore_index."""
         return (target == ignore_index) | ((target >= 0) & (target < self.V))
 
-    def of(self, whole: Tensor | None) -> Tensor | None:
-        """The rank's part of a tensor with an element for each word."""
+    def local_words(self, whole: Tensor | None) -> Tensor | None:
+        """Return the rank's elements of a tensor with an element for each word."""
         return None if whole is None else whole[self.first : self.first + self.held]
 
     def class_sums(self, class_weight: Tensor | None, dtype: torch.dtype) -> ClassSums:
-        """The sum of the weights of each rank's words, from those of all words."""
+        """Return the sum of the weights of each rank's words; without weights, their number."""
         if class_weight is None:
             firsts = (min(rank * self.most, self.V) for rank in range(self.ranks))
             return tuple(min(self.V - first, self.most) for first in firsts)
@@ -67,25 +71,27 @@ class VocabShard(NamedTuple):
         return padded.view(self.ranks, self.most).sum(-1)
 
     def no_statistics(self, call: Any, target: Tensor, count: int) -> Tensor:
-        """The statistics of a rank without words: lse, which is -inf, and zeros."""
+        """Return the statistics of a rank without words: lse, which is -inf, and zeros."""
         x = call.x if hasattr(call, "x") else call.logits
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         zeros = x.new_zeros((count, *target.shape), dtype=dtype)
         return torch.cat([torch.full_like(zeros[:1], float("-inf")), zeros[1:]])
 
     def gradients(self, op: Op, call: Any) -> tuple[Tensor | None, ...]:
-        """The results of a backward op, from its call of the rank's words. A rank without words
-        calls no op."""
+        """Return the results of a backward op's call for the rank's words. A rank without words
+        does not call the op, but takes part in the collectives."""
         if not hasattr(call, "x"):
             return (op.overload(*call) if self.held else torch.zeros_like(call.logits),)
         if self.held:
-            found = list(op.overload(*call))
+            results = list(op.overload(*call))
         else:
             pairs = zip(HEAD, call.output_mask, strict=True)
-            found = [torch.zeros_like(getattr(call, n)) if wanted else None for n, wanted in pairs]
+            results = [
+                torch.zeros_like(getattr(call, n)) if wanted else None for n, wanted in pairs
+            ]
         if self.sums_x:
-            shared = [i for i in map(HEAD.index, SHARED) if found[i] is not None]
-            sums = [start_sum(found[i], self.group) for i in shared]
+            shared = [i for i in map(HEAD.index, SHARED) if results[i] is not None]
+            sums = [start_sum(results[i], self.group) for i in shared]
             for i, total in zip(shared, sums, strict=True):
-                found[i] = wait(total)
-        return tuple(found)
+                results[i] = wait(total)
+        return tuple(results)
