@@ -27,7 +27,7 @@ from . import rewrite
 from .attention.runtime.padding import PADDING
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
-from .engine.float64_graph import InWider, default_dtype, dtypes_of, rounded_beside, widened
+from .engine.float64_graph import WiderArithmetic, default_dtype, dtypes_of, rounded_beside, widened
 from .engine.graph_state import reached
 from .state import random_state, state_kept
 
@@ -183,7 +183,7 @@ class _Eager:
             if dtype is not None:
                 _widen(model, dtype)
                 stack.enter_context(default_dtype(dtype))
-                stack.enter_context(InWider(dtype, self.rounded))
+                stack.enter_context(WiderArithmetic(dtype, self.rounded))
             if unchanged:
                 stack.enter_context(as_unchanged([model]))
             stack.enter_context(state_kept(model))
@@ -241,9 +241,9 @@ def _widen(model: nn.Module, dtype: torch.dtype) -> None:
     model.double() if dtype is torch.float64 else model.float()
     module: Any
     for module in model.modules():
-        # A checkpoint would recompute in the backward, where InWider does not reach. The models of
-        # transformers and diffusers have this function beside a flag, which they also read to make
-        # no cache.
+        # A checkpoint would recompute in the backward, where WiderArithmetic does not reach. The
+        # models of transformers and diffusers have this function beside a flag, which stays as it
+        # is because they also read it to make no cache.
         if "_gradient_checkpointing_func" in vars(module):
             module._gradient_checkpointing_func = _called
 

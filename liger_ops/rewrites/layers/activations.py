@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ..engine.canonical import same, value
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Refused, before_widening, number, of_one_shape, replace_all
+from ..engine.rewrite import Refused, before_widening, number, replace_all, require_same_shape
 
 
 def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:
@@ -32,13 +32,13 @@ def _swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
     gate, up = match["gate"], match["up"]
     if value(gate).dtype != value(up).dtype:
         gate, up = before_widening(gate), before_widening(up)
-    of_one_shape(gate, up)
+    require_same_shape(gate, up)
     multiplier = number(match["multiplier"]) if "multiplier" in match.values else 1.0
     return torch.ops.liger.swiglu.default, (gate, up, multiplier)
 
 
 def _clamped_swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    of_one_shape(match["gate"], match["up"])
+    require_same_shape(match["gate"], match["up"])
     limit = number(match.values.get("limit", math.inf))
     if "lower" in match.values and not same(value(number(match["lower"])), -value(limit)):
         raise Refused("up is clamped to other bounds than -limit and limit")
@@ -48,7 +48,7 @@ def _clamped_swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _geglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    of_one_shape(match["gate"], match["up"])
+    require_same_shape(match["gate"], match["up"])
     approximate = match.values.get("approximate", "tanh")
     if approximate not in ("tanh", "none"):
         raise Refused(f"approximate is {approximate!r}")

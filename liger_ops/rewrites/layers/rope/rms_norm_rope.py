@@ -26,9 +26,9 @@ from ...engine.rewrite import (
     foreign,
     items,
     match_obstacle,
-    not_written_since,
     replace,
     reported,
+    require_unwritten_sources,
     runs_outside,
     viewed,
 )
@@ -191,7 +191,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Norm | None, str | None]:
                 continue
             try:
                 _, (x, weight, *options) = replacement(match)
-                not_written_since((x, weight), match, state)
+                require_unwritten_sources((x, weight), match, state)
             except Refused as error:
                 refused = refused or error
             else:
