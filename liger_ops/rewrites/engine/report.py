@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def used(self) -> bool:
-        """Whether the op is used."""
+        """True if the op is used."""
         return self.reason is None
 
 

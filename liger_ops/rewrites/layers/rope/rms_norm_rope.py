@@ -83,8 +83,8 @@ def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: R
         tensors = [viewed(rotation, norm.x, norm.views) for norm in norms]
         weights = [norm.weight for norm in norms]
         if is_alone:
-            # Keys of no heads, as the rewrite rope makes them. They get a weight as well, because the
-            # op adds the offset to both weights.
+            # Keys of no heads, as the rewrite rope makes them. They get a weight as well, because
+            # the op adds the offset to both weights.
             detached = derive(rotation, torch.Tensor.detach, tensors[0])
             tensors.append(derive(rotation, torch.narrow, detached, 1, 0, 0))
             weights.append(weights[0] and derive(rotation, torch.Tensor.detach, weights[0]))

@@ -86,8 +86,8 @@ def _put(matches: tuple[Match, ...], at: fx.Node, search: Search) -> None:
     args = (*tensors, *tables, *flags, sections, deinterleave)
     with search.state.modes_of(at):
         op = emit(at, torch.ops.liger.rope.default, args)
-    # The op's results have the strides of x, and torch.cat's are contiguous: `replace` refuses if the
-    # graph would observe that.
+    # The op's results have the strides of x, while torch.cat's are contiguous: `replace` refuses if
+    # the graph would observe that.
     results = [viewed(at, new, views_back) for new in items(op, len(matches))]
     search.replace(*zip(matches, results, strict=True))
     search.used(op)

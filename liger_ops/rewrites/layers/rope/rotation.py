@@ -209,8 +209,9 @@ class _Reading:
         if not options:
             is_inverse = any(torch.equal(pairs, mixed.T) for pairs in pairings.values())
             return "it reads pairs in halves and writes them interleaved" if is_inverse else None
-        # The numbers that the elements of x are multiplied by. Trying the options takes longer than to
-        # check first that all numbers occur in the tables, or in products of two if they are scaled.
+        # `factors` are the numbers that the elements of x are multiplied by. All of them must occur
+        # in the tables, or in products of two tables if these are scaled. That is checked first,
+        # because trying the options takes longer.
         tables, factors = _candidate_tables(self.tables), self.matrix[:, :R][mixed[:, :R]].abs()
         numbers, is_signed = [table.elements for table in self.tables], False
         scales: Sequence[list[Table] | None] = (None,)
