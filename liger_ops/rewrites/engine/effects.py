@@ -110,6 +110,7 @@ def _written_by(node: fx.Node) -> set[int]:
     are_plain = all(map(is_plain, tensors))
     if are_plain and not isinstance(mode, FakeTensorMode):
         mode = FakeTensorMode()
+    # Other functions, and subclasses of Tensor, may do something else in the next graph.
     call = _call_key(node, inputs) if are_plain and _is_torch_function(node, inputs) else None
     positions = None if call is None else _calls.get(call)
     if positions is None:

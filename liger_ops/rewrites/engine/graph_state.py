@@ -81,6 +81,7 @@ class GraphState:
             elif name.startswith("_enter_") or name.endswith(_TRANSFORM):
                 entered.append(node)
             elif name.startswith("_exit_"):
+                # The node that entered the context is an argument.
                 entered = [other for other in entered if other not in node.args]
 
     def _memory_of(self, node: fx.Node) -> set[int]:

@@ -53,6 +53,7 @@ def enter(graph: fx.Graph) -> None:
             continue
         device = _device_of(node)
         with graph.inserting_before(node):
+            # The arguments are the device, dtype, enabled and cache_enabled.
             mode = graph.call_function(enter_autocast, (device, None, False, True))
         with graph.inserting_after(node):
             graph.call_function(exit_autocast, (mode,))

@@ -109,7 +109,7 @@ class Pattern:
         """
         if not isinstance(value(node), Tensor) or last_operation(node) != self.op:
             return None
-        close: Match | None = None
+        near_miss: Match | None = None
         empty = _Binding({}, frozenset())
         for state in _Unifier(self._tensors, exact=False).unify(self._root, node, empty):
             match = Match(node, state.values, state.nodes)
@@ -120,9 +120,10 @@ class Pattern:
                 match = replace(match, difference=_cast_difference(match))
             else:
                 match = replace(match, difference=state.differences[0])
-            if close is None or state.differences == ():
-                close = match
-        return close
+            # A near miss that differs in casts alone is reported rather than another constant.
+            if near_miss is None or state.differences == ():
+                near_miss = match
+        return near_miss
 
     def _exact(self, node: fx.Node, first: _Binding) -> Match | None:
         root = self._instance({name: _values_of(v) for name, v in first.values.items()})
