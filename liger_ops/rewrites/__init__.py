@@ -1,4 +1,4 @@
-"""The rewrites of Dynamo's graph in the order in which they run."""
+"""The rewrites of Dynamo's graph, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from .losses import loss_ops
 
 Rewrite = Callable[[fx.Graph, Report], None]
 
+# Higher-order operators that call a subgraph as if its code stood in the graph.
 INLINED = {
     *("cond", "invoke_subgraph", "tag_activation_checkpoint"),
     *("wrap", "wrap_activation_checkpoint"),
@@ -47,6 +48,7 @@ def _patterns(name: str, spellings: Any, **options: Any) -> Rewrite:
     return functools.partial(replace_all, name=name, spellings=spellings, **options)
 
 
+# Name -> rewrite, in the order in which they run. Comments say why the order matters.
 REWRITES: dict[str, Rewrite] = {
     # Before causal_attention, which replaces the masks of calls.
     "attention": sdpa.rewrite,
@@ -98,49 +100,49 @@ def rewrite(
     LIGER_OPS_STRICT=1 in the environment, the exception is raised.
     """
     report = Report()
-    parts = inlined(module)
-    graphs = {} if is_strict(strict) else {part: copy.deepcopy(part.graph) for part in parts}
+    modules = inlined(module)
+    graphs = {} if is_strict(strict) else {m: copy.deepcopy(m.graph) for m in modules}
     try:
         # Imports the compiler, which importing liger_ops does not.
         from ..torch_private import disable_saved_tensors_hooks
 
         # The first call of a compiled function may be within hooks of saved tensors, such as those
-        # of a checkpoint or of offloading. The fake tensors of a rewrite are not theirs.
+        # of a checkpoint or of offloading. They must not see the fake tensors of a rewrite.
         with disable_saved_tensors_hooks():
-            for part in parts:
+            for graph_module in modules:
                 # A subgraph does not show the modes of its caller, such as torch.no_grad.
-                part.meta["is_subgraph"] = part is not module
-                _rewrite(part.graph, report, names)
-                part.recompile()
+                graph_module.meta["is_subgraph"] = graph_module is not module
+                _rewrite(graph_module.graph, report, names)
+                graph_module.recompile()
     except Exception as error:
         if is_strict(strict):
             raise
-        for part, graph in graphs.items():
-            part.graph = graph
+        for graph_module, graph in graphs.items():
+            graph_module.graph = graph
         return failed(report, error)
     return report
 
 
 def inlined(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The module, and the subgraphs that it calls as if their code were inlined.
+    """Return the module, and the subgraphs that it calls as if their code were inlined.
 
     Subgraphs of autograd functions, transforms and the like are excluded: their callers decide how
     they run.
     """
-    found = [module]
-    for part in found:
-        for node in part.graph.nodes:
+    modules = [module]
+    for graph_module in modules:
+        for node in graph_module.graph.nodes:
             if isinstance(node.target, HigherOrderOperator):
                 is_inlined = node.target.name() in INLINED
-                found += [one for one in subgraphs(node) if is_inlined and one not in found]
-    return found
+                modules += [sub for sub in subgraphs(node) if is_inlined and sub not in modules]
+    return modules
 
 
 def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> None:
-    for name, one in REWRITES.items():
+    for name, run in REWRITES.items():
         if names is None or name in names:
             report.at = (name, None)
-            one(graph, report)
+            run(graph, report)
     outside_autocast.enter(graph)
     recompute.mark(graph)
     graph.lint()

@@ -17,7 +17,7 @@ from .default_rewrites import check_known, checked_flag, chosen
 from .losses.unfused_loss import warn
 
 Compiled = Callable[..., Any]
-# The rewrites that read masks.
+# Names of the rewrites that read masks.
 MASKED = {"causal_attention", "masked_attention", "eager_attention"}
 InnerBackend = str | Callable[..., Compiled]
 
@@ -31,9 +31,9 @@ def liger(
         torch.compile(model, backend="liger")
 
     The rewrites run on Dynamo's graph, before autograd, where the operations are still those of the
-    user's code. Each part of the graph that computes an op is replaced by the op, and the graph
-    then goes to Inductor or another backend. `liger_ops.explain` lists what is replaced, and what
-    is not and why. `liger_ops.enable` does the same for every compilation by Inductor.
+    user's code. Nodes that compute an op are replaced by the op, and the graph then goes to
+    Inductor or another backend. `liger_ops.explain` lists what is replaced, what is not, and why.
+    `liger_ops.enable` does the same for every compilation by Inductor.
 
     `mode`, `dynamic`, `fullgraph` and `options` of `torch.compile` work as usual, and this backend
     adds five options:
@@ -43,10 +43,10 @@ def liger(
       "inductor".
     * "rewrites": names from `liger_ops.rewrites.REWRITES`, or "all". Default: before
       Inductor all but `chosen.KEPT_BY_INDUCTOR`, before another backend all.
-    * "padding": what is known of the attention_mask. Default: each call looks whether it is 1
-      everywhere, which waits for the device once; such batches run causal attention, compiled
-      apart. False promises that every batch is full, and the device checks it; True says that
-      batches have padding, so that nothing is looked at.
+    * "padding": what is known of the attention_mask. By default each call checks whether it is 1
+      everywhere, which waits for the device once; batches for which it is run causal attention,
+      compiled separately. False promises that every batch is full, which the device checks; True
+      says that batches have padding, so that the mask is not read.
     * "strict": whether an exception in a rewrite is raised. By default the graph is compiled
       without any rewrite, with a warning; LIGER_OPS_STRICT=1 in the environment makes True the
       default.
@@ -93,6 +93,7 @@ def liger(
         looks = looks and (padding is False or not is_split(example_inputs))
         places = PADDING.found(module, strict) if looks else []
         if places is None:
+            # The search failed, with a warning. The graph is compiled without any rewrite.
             names = ()
         if not places:
             return compiled(module, example_inputs)
@@ -105,8 +106,8 @@ def liger(
         return compiled(module, example_inputs)
     wrap = with_data(module, strict)
     places = None if is_split(example_inputs) else MASKS.found(module, strict)
-    given = (module, example_inputs)
-    run = Variants(*given, MASKS, places, looking) if places else looking(*given)
+    graph = (module, example_inputs)
+    run = Variants(*graph, MASKS, places, looking) if places else looking(*graph)
     return run if wrap is None else wrap(run)
 
 

@@ -1,4 +1,4 @@
-"""The rewrites to make: by default those that make a training step faster or smaller."""
+"""Choose the rewrites: by default those that make a training step faster or its memory smaller."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from ..torch_private import list_inductor_options
 from . import REWRITES
 
-# The options of this backend; others are those of the inner backend.
+# The options of the backend `liger`. It hands other options to the inner backend.
 OPTIONS = ("inner_backend", "mode", "padding", "rewrites", "strict")
 
-# Inductor computes these as fast inside of a model: it fuses the sum of incoming gradients into a
-# norm's backward, and an activation with its neighbours. Training steps in bfloat16 on an H200
+# Rewrites that are off by default before Inductor, which computes their code as fast inside of a
+# model: it fuses the sum of incoming gradients into a norm's backward, and an activation with the
+# operations beside it. Training steps in bfloat16 on an H200
 # (bench/steps/model.py):
 # - Llama-3.2-1B, 8 x 2048 tokens: 233 ms with linear_cross_entropy and rope, 238 with norms and
 #   activations too, 238 with none of them.
@@ -30,14 +31,18 @@ KEPT_BY_INDUCTOR = frozenset(
 )
 
 
-# Inductor compiles flex_attention; another backend would compute the dense scores.
+# Rewrites to flex_attention, which Inductor compiles; another backend would compute dense scores.
 NEEDS_INDUCTOR = frozenset({"masked_attention", "eager_attention"})
 
 
 def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:
-    """The rewrites in `names`; None stands for the default before the inner backend.
+    """Return the rewrites in `names`, or the default ones of the inner backend if it is None.
 
-    `argument` is how error messages name the option.
+    `argument` is the name of the option in error messages.
+
+    Raises:
+        TypeError: `names` is neither a string nor a list, tuple or set.
+        ValueError: a rewrite does not exist, or runs only before Inductor.
     """
     available = [name for name in REWRITES if before_inductor or name not in NEEDS_INDUCTOR]
     if names is None:
@@ -79,6 +84,7 @@ def check_known(names: Collection[str], before_inductor: bool) -> None:
 
 
 def checked_flag(flag: Any, argument: str) -> bool | None:
+    """Return an option that is a bool or None; raise TypeError for anything else."""
     if flag is not None and not isinstance(flag, bool):
         raise TypeError(f"{argument} must be a bool or None, got {type(flag).__name__}")
     return flag

@@ -1,4 +1,4 @@
-"""How far the results of a changed model are from those of the unchanged one."""
+"""Compare the results of a changed model with those of the unchanged one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Allowed difference of sums in another order, in units of float32's epsilon.
+# Allowed difference between sums in different orders, in units of float32's epsilon.
 SUMS = 8
-# A gradient that is zero up to rounding, such as that of a key's bias, is measured relative to this
-# share of the norm of all gradients. The same holds for outputs.
+# The difference of a gradient that is zero up to rounding, such as that of a key's bias, is
+# measured relative to this share of the norm of all gradients. The same holds for outputs.
 SMALLEST_SHARE = 1e-3
 # Allowed difference without a truth, in units of the dtype's epsilon.
 ROUNDINGS = 64
@@ -27,19 +27,19 @@ OUTPUT = "output "
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a value moved, as the norm of the difference divided by the norm of the value.
+    """The distance between two runs' values: the norm of their difference over the value's norm.
 
     Attributes:
-        name: "loss", "output" and its name, or the name of the parameter or input whose gradient
-            it is.
+        name: "loss"; "output" and the output's name; or, for a gradient, the name of its parameter
+            or input.
         difference: between the changed and the unchanged model; infinite if one of them has no such
             value.
         error: between the changed model and the truth; None without a truth.
-        own_error: between the unchanged model and the truth, which is the error of its dtype. For
-            gradients that are zero up to rounding, the largest of theirs; for those of a fused
-            model, the largest of all.
+        own_error: between the unchanged model and the truth: the error of the model's dtype. All
+            gradients that are zero up to rounding have the largest of their errors; for a fused
+            model, all gradients have the largest of all.
         eps: the epsilon of the narrowest dtype in the models.
-        magnified: without a truth, how many times the model magnifies a rounding.
+        magnified: without a truth, the factor by which the model magnifies a rounding.
         missing: "changed" or "unchanged", the model that has no such value; or "".
     """
 
@@ -57,10 +57,10 @@ class Difference:
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is at most twice that of the unchanged model, plus a rounding.
+        """True if the error is at most twice that of the unchanged model, plus a rounding.
 
-        Without a truth: whether the difference is within ROUNDINGS of the unchanged model, each
-        magnified as the model does.
+        Without a truth, True if the difference is at most ROUNDINGS roundings, each magnified as
+        the model magnifies them.
         """
         if self.error is None or self.own_error is None:
             return self.difference <= ROUNDINGS * self.magnified * self.eps
@@ -90,112 +90,115 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """Whether the loss, every gradient and every output agree."""
+        """True if the loss, every gradient and every output agree."""
         return not self.wrong
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
         """The differences that are not explained by rounding."""
-        return tuple(one for one in (*self.wide, *self.differences) if not one.agrees)
+        return tuple(d for d in (*self.wide, *self.differences) if not d.agrees)
 
     def __str__(self) -> str:
         verdict = "agree" if self.agrees else "DO NOT AGREE"
         lines = [f"loss and {_gradients(self.differences)} {verdict}"]
         if self.wide:
             lines.append(f"  both models in {self.wide_dtype}: {_largest(self.wide)}")
-            lines += _lines([one for one in self.wide if not one.agrees], None)
+            lines += _lines([d for d in self.wide if not d.agrees], None)
         elif self.why_not_wide:
             lines.append(f"  not compared with the unfused model in float64: {self.why_not_wide}")
         if self.truth is None:
             lines.append(f"  no run in a wider dtype to compare with: {self.why_no_truth}")
-        wrong = [one for one in self.differences if not one.agrees]
-        loss = [one for one in self.differences if one.name == LOSS and one.agrees]
-        others = [one for one in self.differences if one.name != LOSS][:3]
+        wrong = [d for d in self.differences if not d.agrees]
+        loss = [d for d in self.differences if d.name == LOSS and d.agrees]
+        others = [d for d in self.differences if d.name != LOSS][:3]
         lines += _lines([*loss, *(wrong or others)], self.truth)
         return "\n".join(lines)
 
 
 def _gradients(differences: Iterable[Difference]) -> str:
-    count = sum(_group(one.name) == "" for one in differences)
+    count = sum(_group(d.name) == "" for d in differences)
     return f"{count} gradient{'s' * (count != 1)}"
 
 
 def _largest(differences: Sequence[Difference]) -> str:
-    """Such as "loss equal to 3e-16, 42 gradients to 1e-15"."""
-    found: dict[str, float] = {}
-    for one in differences:
-        if not one.missing:
-            found.setdefault(_group(one.name), one.difference)
+    """Write the largest difference of each group: "loss equal to 3e-16, 42 gradients to 1e-15"."""
+    largest: dict[str, float] = {}
+    # The differences are sorted, the largest first.
+    for difference in differences:
+        if not difference.missing:
+            largest.setdefault(_group(difference.name), difference.difference)
     names = {LOSS: "loss", "": _gradients(differences), OUTPUT: "outputs"}
-    equal = [f"{names[group]} to {found[group]:.0e}" for group in names if group in found]
+    equal = [f"{names[group]} to {largest[group]:.0e}" for group in names if group in largest]
     return ", ".join(equal).replace(" to ", " equal to ", 1)
 
 
 def _lines(differences: Sequence[Difference], truth: torch.dtype | None) -> list[str]:
-    lines = [_line(one, truth) for one in differences[:SHOWN]]
+    lines = [_line(d, truth) for d in differences[:SHOWN]]
     more = len(differences) - SHOWN
     return [*lines, f"  and {more} more"] if more > 0 else lines
 
 
-def _line(one: Difference, truth: torch.dtype | None) -> str:
-    if one.missing:
-        noun = "output" if _group(one.name) == OUTPUT else "gradient"
-        return f"  {one.name}: no {noun} in the {one.missing} model"
-    line = f"  {one.name}: differs by {one.difference:.1e} from the unchanged model"
-    if one.error is not None:
-        line += f"; from {truth} by {one.error:.1e}, before {one.own_error:.1e}"
-    return f"{line}; eps {one.eps:.1e}"
+def _line(d: Difference, truth: torch.dtype | None) -> str:
+    if d.missing:
+        noun = "output" if _group(d.name) == OUTPUT else "gradient"
+        return f"  {d.name}: no {noun} in the {d.missing} model"
+    line = f"  {d.name}: differs by {d.difference:.1e} from the unchanged model"
+    if d.error is not None:
+        line += f"; from {truth} by {d.error:.1e}, before {d.own_error:.1e}"
+    return f"{line}; eps {d.eps:.1e}"
 
 
 def _group(name: str) -> str:
-    """LOSS, OUTPUT, or "" for a gradient."""
+    """Return the group of a value: LOSS, OUTPUT, or "" for a gradient."""
     return LOSS if name == LOSS else OUTPUT if name.startswith(OUTPUT) else ""
 
 
 def magnified(differences: Iterable[Difference]) -> float:
-    """How many times a model magnifies a rounding: its own error in units of its epsilon."""
-    known = [
-        one.own_error / one.eps
-        for one in differences
-        if one.own_error is not None and math.isfinite(one.own_error)
+    """Return the factor by which a model magnifies a rounding: its own error over its epsilon."""
+    factors = [
+        d.own_error / d.eps
+        for d in differences
+        if d.own_error is not None and math.isfinite(d.own_error)
     ]
-    return max([1.0, *known]) if known else ROUNDINGS
+    return max([1.0, *factors]) if factors else ROUNDINGS
 
 
 def compared(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor],
     truth: Mapping[str, Tensor] | None, eps: float, magnified: float = 1.0,
 ) -> tuple[Difference, ...]:  # fmt: skip
-    """The difference of every result that the unchanged or the changed model has."""
+    """Compute the difference of every result that the unchanged or the changed model has."""
     wide = {name: value.double() for name, value in (truth or before).items()}
     sizes = {name: x.nan_to_num(0.0, 0.0, 0.0).norm().item() for name, x in wide.items()}
-    found, noise = [], []
+    differences, noise = [], []
     for name in {**before, **after}:
         if name not in before or name not in after:
             missing = "changed" if name in before else "unchanged"
-            found.append(Difference(name, math.inf, None, None, eps, missing=missing))
+            differences.append(Difference(name, math.inf, None, None, eps, missing=missing))
             continue
-        kind = OUTPUT if _group(name) == OUTPUT else ""
-        whole = math.hypot(*(size for one, size in sizes.items() if _group(one) == kind))
+        group = OUTPUT if _group(name) == OUTPUT else ""
+        whole = math.hypot(*(size for key, size in sizes.items() if _group(key) == group))
         scale = max(sizes.get(name, 0.0), SMALLEST_SHARE * whole, 1e-300)
 
         def distance(x: Tensor, y: Tensor, scale: float = scale) -> float:
             if x.shape != y.shape:
                 return math.inf
             x, y = x.double(), y.double()
-            moved = torch.where(x == y, 0.0, x - y).norm().item() / scale
-            return math.inf if math.isnan(moved) else moved
+            # Equal infinities have no difference; their subtraction would give NaN.
+            relative = torch.where(x == y, 0.0, x - y).norm().item() / scale
+            return math.inf if math.isnan(relative) else relative
 
-        one, other = after[name], before[name]
-        moved, error, own = distance(one, other), None, None
+        changed, unchanged = after[name], before[name]
+        difference, error, own = distance(changed, unchanged), None, None
         if truth is not None:
-            # Compiled code may give zeros for a gradient that there is not.
-            exact = truth.get(name, torch.zeros_like(other))
-            error, own = distance(one, exact), distance(other, exact)
-        found.append(Difference(name, moved, error, own, eps, magnified))
+            # Compiled code may return zeros for a gradient that the wide run does not have.
+            exact = truth.get(name, torch.zeros_like(unchanged))
+            error, own = distance(changed, exact), distance(unchanged, exact)
+        differences.append(Difference(name, difference, error, own, eps, magnified))
         if sizes.get(name, 0.0) < SMALLEST_SHARE * whole and own is not None:
-            noise.append(found[-1])
-    # Rounding alone makes these: its size in one of them is a matter of luck.
-    largest = max((one.own_error or 0.0 for one in noise), default=0.0)
-    found = [replace(one, own_error=largest) if one in noise else one for one in found]
-    return tuple(sorted(found, key=lambda one: -one.difference))
+            noise.append(differences[-1])
+    # These consist of rounding errors. How large one is among them is a matter of luck, so that
+    # each is allowed the error of the largest.
+    largest = max((d.own_error or 0.0 for d in noise), default=0.0)
+    differences = [replace(d, own_error=largest) if d in noise else d for d in differences]
+    return tuple(sorted(differences, key=lambda d: -d.difference))

@@ -17,7 +17,8 @@ from .graph_pass import LigerGraphPass
 # The calls of `enable` that are in force, the oldest first.
 _calls: list[Enabled] = []
 _lock = threading.Lock()
-# Inductor's function calls itself after it has set its options, which override ours.
+# Whether Inductor's `compile_fx` runs: it calls itself again, after it has set the options of the
+# call, which must not be replaced by ours.
 _is_inner: ContextVar[bool] = ContextVar("liger_ops: Inductor calls itself", default=False)
 
 
@@ -33,9 +34,9 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
     describes them. An exported model, which AOTInductor compiles, is not rewritten: call `fuse`
     before exporting. Inductor's caches stay valid, and are keyed by the set of rewrites.
 
-    Every thread is included, also one that was started before. Inductor's settings stay as they
-    are; each thread has its own. While Inductor compiles, a `pre_grad_custom_pass` that is set runs
-    first and the rewrites second. A call with
+    Every thread is included, also one that was started before. Inductor's settings, which each
+    thread has for itself, stay as they are. While Inductor compiles, a `pre_grad_custom_pass` that
+    is set runs first and the rewrites second. A call with
     `torch.compile(options={"pre_grad_custom_pass": ...})` runs that pass alone. Functions that are
     already compiled change only when they are compiled again, as after `torch.compiler.reset()`.
 
@@ -91,7 +92,7 @@ def _undo(calls: Collection[Enabled]) -> None:
 
 
 class WithRewrites:
-    """Inductor's `compile_fx`, which every compilation looks up in its module, with our pass."""
+    """Inductor's `compile_fx` with our pass; every compilation looks it up in its module."""
 
     def __init__(self, compile_fx: Callable[..., Any]) -> None:
         functools.update_wrapper(self, compile_fx)
@@ -111,7 +112,7 @@ class WithRewrites:
 
 
 def _together(theirs: Any, ours: LigerGraphPass) -> CustomGraphPass:
-    """The pass, or from torch 2.13 on the several, that a thread has set, followed by ours."""
+    """Return the pass that a thread has set, from torch 2.13 on perhaps several, and then ours."""
     if theirs is None:
         return ours
     return Together(tuple(theirs) if isinstance(theirs, (tuple, list)) else (theirs,), ours)
@@ -124,11 +125,14 @@ class Together(CustomGraphPass):
         self.others, self.ours = others, ours
 
     def __call__(self, graph: fx.Graph) -> None:
-        for one in self.others:
-            one(graph)
+        for other in self.others:
+            other(graph)
         self.ours(graph)
 
     def uuid(self) -> Any:
-        """None if another pass has none: Inductor then caches nothing, as it would without ours."""
-        parts = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.others]
-        return None if None in parts else str([*parts, self.ours.uuid()])
+        """Return an identifier of all passes, or None if one of them has none.
+
+        Inductor then caches nothing, as it would with that pass alone.
+        """
+        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.others]
+        return None if None in uuids else str([*uuids, self.ours.uuid()])

@@ -33,13 +33,14 @@ class Explanation(Findings):
     Inductor by default.
 
     Attributes:
-        findings: every place where an op was used, and every place where a pattern almost matched.
+        findings: every place where an op is used, and every near miss, with the reason.
         graphs: the number of graphs that Dynamo captured.
         graph_breaks: the reasons for more than one graph.
         verification: with verify=True, the changes of the loss and the gradients.
         saved_bytes: the bytes that autograd saves for the backward of this batch if nothing is
-            compiled, beside parameters and arguments: unchanged, and with the ops; None if unknown.
-        gain: with measure=True, the times and the memory of steps.
+            compiled, parameters and arguments not counted: without the ops, and with them; None if
+            unknown.
+        gain: with measure=True, the time and memory of training steps.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -58,9 +59,9 @@ class Explanation(Findings):
         if self.saved_bytes is not None and any(self.saved_bytes):
             before, after = (f"{count / MIB:,.1f} MiB" for count in self.saved_bytes)
             lines.append(f"saved for the backward of this batch: {before}, with the ops {after}")
-        for more in (self.gain, self.verification):
-            if more is not None:
-                lines.append(str(more))
+        for section in (self.gain, self.verification):
+            if section is not None:
+                lines.append(str(section))
         return "\n".join(lines)
 
 
@@ -71,10 +72,9 @@ def explain(
     """Explain what `torch.compile(model, backend="liger")` would do for these arguments.
 
     The model runs once, eagerly and unchanged, while Dynamo traces it; nothing is compiled. Where
-    the backend looks at a padding mask, the findings are those of the variant that this batch
-    needs. Buffers
-    and random state are restored. Like `torch._dynamo.explain`, this clears Dynamo's cache of
-    compiled code.
+    the backend reads a padding mask, the findings are those of the variant that this batch needs.
+    Buffers and random state are restored. Like `torch._dynamo.explain`, this clears Dynamo's cache
+    of compiled code.
 
     With `verify` the loss and its gradients are also measured on this batch: with the unchanged
     graph, with every rewrite made, and, as the truth, unchanged with all arithmetic in float64
@@ -131,9 +131,9 @@ def explain(
         data = MASKS.assume(rewritten, example_inputs)
         PADDING.assume(rewritten, [*example_inputs, *data])
         findings.extend(rewrite(rewritten).findings)
-        whole, less = saved_bytes(untouched), saved_bytes(rewritten)
-        if saved is not None and whole is not None and less is not None:
-            saved = (saved[0] + whole, saved[1] + less)
+        without_ops, with_ops = saved_bytes(untouched), saved_bytes(rewritten)
+        if saved is not None and without_ops is not None and with_ops is not None:
+            saved = (saved[0] + without_ops, saved[1] + with_ops)
         else:
             saved = None
         return untouched.forward if wrap is None else wrap(untouched.forward)
@@ -147,7 +147,7 @@ def explain(
             except Exception as error:
                 if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
                     raise
-                # A model may take a dictionary, so that it is called with one first.
+                # Some models take a dictionary as an argument, so that a failure alone tells.
                 raise TypeError(
                     f"explain: the model fails with its only argument, a {type(args[0]).__name__}"
                     f" ({first_line(error)}). The arguments of a call, as in model(**batch), are"

@@ -1,4 +1,4 @@
-"""What the rewrites, or `fuse`, gain: bytes that no backward needs, and a step's time and peak."""
+"""Measure what the rewrites or `fuse` gain: saved bytes, and a training step's time and memory."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .engine.failure import first_line
 from .state import state_kept
 from .verify import as_unchanged, loss_of, modules_of
 
-# A step is timed at least and at most so often, and no longer than these seconds in between.
+# A step is timed at least FEWEST and at most MOST times; between these, until SECONDS have passed.
 FEWEST, MOST, SECONDS = 5, 30, 3.0
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Step:
-    """A training step as it was measured: the forward, and the gradients of all parameters.
+class MeasuredStep:
+    """The measurement of a training step: the forward, and the gradients of all parameters.
 
     Attributes:
-        name: how the step runs or, of a rewrite, its name.
+        name: how the step runs, such as "eager" or "  without rope".
         milliseconds: the median.
         spread: the 20th and the 80th percentile, in milliseconds.
-        peak_bytes: the most memory that the step holds above what was there before.
-        compile_seconds: how much longer the first call took than the median; 0 of an eager step.
+        peak_bytes: the step's largest use of memory, above the use before it.
+        compile_seconds: how much longer the first call took than the median; 0 for an eager step.
         error: why the step cannot be run, or "".
     """
 
@@ -62,13 +62,13 @@ class Gain:
 
     Attributes:
         device: the name of the device.
-        steps: the step unchanged, and with the ops, the latter last.
+        steps: the steps without the ops, then the steps with them.
         rewrites: for each rewrite whose absence changes more than noise, the step without it.
     """
 
     device: str
-    steps: tuple[Step, ...]
-    rewrites: tuple[Step, ...] = ()
+    steps: tuple[MeasuredStep, ...]
+    rewrites: tuple[MeasuredStep, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"a step on {self.device}: forward and gradients, median (20% to 80%)"]
@@ -76,7 +76,7 @@ class Gain:
 
 
 def measured(model: Any, args: Sequence[Any], kwargs: dict[str, Any], used: Iterable[str]) -> Gain:
-    """Measure the steps of a model on a batch; `used` are the rewrites that are made of it."""
+    """Measure training steps of a model on a batch; `used` are the rewrites that found their op."""
     run = _Steps(model, args, kwargs)
     with as_unchanged(modules_of(model)) as changed:
         name = "unfused, " if changed else ""
@@ -86,21 +86,24 @@ def measured(model: Any, args: Sequence[Any], kwargs: dict[str, Any], used: Iter
         return Gain(run.device_name, before + after)
     defaults = chosen(None, True, "explain")
     last = run.compiled("backend='liger'", backend="liger")
-    found = [name for name in defaults if name in set(used)]
-    alone = []
-    for name in found if len(found) > 1 else ():
+    active = [name for name in defaults if name in set(used)]
+    without = []
+    # Without its only rewrite a model runs as by torch.compile, which has been measured.
+    for name in active if len(active) > 1 else ():
         options = {"rewrites": [other for other in defaults if other != name]}
-        alone.append(run.compiled(f"  without {name}", backend="liger", options=options))
-    matter = (step for step in alone if _differs(step, last))
-    return Gain(run.device_name, (*before, last), tuple(matter))
+        without.append(run.compiled(f"  without {name}", backend="liger", options=options))
+    relevant = (step for step in without if _differs(step, last))
+    return Gain(run.device_name, (*before, last), tuple(relevant))
 
 
-def _differs(one: Step, other: Step) -> bool:
-    """Whether two steps differ by more than noise: outside of each other's spread, or by a
-    hundredth of the memory."""
-    apart = one.spread[0] > other.spread[1] or other.spread[0] > one.spread[1]
-    memory = abs(one.peak_bytes - other.peak_bytes) > max(one.peak_bytes, other.peak_bytes) / 100
-    return bool(one.error) or apart or memory
+def _differs(a: MeasuredStep, b: MeasuredStep) -> bool:
+    """Return whether two steps differ by more than noise.
+
+    Their spreads are disjoint, or their peaks differ by more than a hundredth.
+    """
+    is_apart = a.spread[0] > b.spread[1] or b.spread[0] > a.spread[1]
+    differ_in_memory = abs(a.peak_bytes - b.peak_bytes) > max(a.peak_bytes, b.peak_bytes) / 100
+    return bool(a.error) or is_apart or differ_in_memory
 
 
 class _Steps:
@@ -108,21 +111,21 @@ class _Steps:
 
     def __init__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        parameters = [p for one in modules_of(model) for p in one.parameters()]
+        parameters = [p for module in modules_of(model) for p in module.parameters()]
         leaves = [*parameters, *pytree.tree_leaves((args, kwargs))]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         self.leaves = [x for x in tensors if x.requires_grad]
-        kind = tensors[0].device.type if tensors else "cpu"
-        self.device: Any = None if kind == "cpu" else torch.get_device_module(kind)
+        device_type = tensors[0].device.type if tensors else "cpu"
+        self.device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
         self.device_name = self.device.get_device_name() if self.device else "the CPU"
 
-    def eager(self, name: str) -> Step:
+    def eager(self, name: str) -> MeasuredStep:
         return replace(self._step(name, lambda: self.model), compile_seconds=0.0)
 
-    def compiled(self, name: str, **options: Any) -> Step:
+    def compiled(self, name: str, **options: Any) -> MeasuredStep:
         return self._step(name, lambda: torch.compile(self.model, **options))
 
-    def _step(self, name: str, make: Callable[[], Callable[..., Any]]) -> Step:
+    def _step(self, name: str, make: Callable[[], Callable[..., Any]]) -> MeasuredStep:
         torch.compiler.reset()
         # A cache would hide the time of the compilation.
         uncached = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
@@ -130,9 +133,9 @@ class _Steps:
             with state_kept(self.model), torch.enable_grad(), uncached:
                 return self._measured(name, make())
         except Exception as error:
-            return Step(name, error=first_line(error))
+            return MeasuredStep(name, error=first_line(error))
 
-    def _measured(self, name: str, function: Callable[..., Any]) -> Step:
+    def _measured(self, name: str, function: Callable[..., Any]) -> MeasuredStep:
         def call() -> None:
             loss = loss_of(function(*self.args, **self.kwargs))
             torch.autograd.grad(loss, self.leaves, allow_unused=True)
@@ -144,10 +147,12 @@ class _Steps:
         while len(times) < FEWEST or (len(times) < MOST and sum(times) < SECONDS):
             times.append(self._seconds(call))
         median, (low, *_, high) = statistics.median(times), statistics.quantiles(times, n=5)
-        return Step(name, 1e3 * median, (1e3 * low, 1e3 * high), peak, max(first - median, 0.0))
+        return MeasuredStep(
+            name, 1e3 * median, (1e3 * low, 1e3 * high), peak, max(first - median, 0.0)
+        )
 
     def _seconds(self, call: Callable[[], None]) -> float:
-        """Between events of the device, or by the clock of the host."""
+        """Time a call, by events of the device or, on the CPU, by the host's clock."""
         if self.device is None:
             started = time.perf_counter()
             call()
@@ -171,8 +176,8 @@ class _Steps:
 
 
 def events_of(call: Callable[[], object], memory: bool) -> list[Any]:
-    """The events of a call on the CPU, with those of memory if asked for, in their order."""
-    # Otherwise the profiler writes two lines to standard error.
+    """Return the profiler's events of a call on the CPU, in order; with `memory` allocations."""
+    # Without this the profiler writes two lines to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=memory) as profiler:
         call()
@@ -181,18 +186,22 @@ def events_of(call: Callable[[], object], memory: bool) -> list[Any]:
 
 
 def peak_of(events: Iterable[Any]) -> int:
-    """The most bytes that are held at any of these events."""
+    """Return the largest number of bytes that is held at any of these events."""
     held = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
     return max(held, default=0)
 
 
 def saved_bytes(module: fx.GraphModule) -> int | None:
-    """The bytes that eager autograd saves for the backward of a graph, beside the graph's inputs;
-    None if the graph does not run on tensors without data, or a size is a symbol."""
+    """Return how many bytes eager autograd saves for the backward of a graph.
+
+    The graph's inputs are not counted. None if the graph does not run on fake tensors, or a size is
+    symbolic.
+    """
     inputs = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
     tensors = [x for x in inputs if isinstance(x, FakeTensor)]
-    own = {x.untyped_storage()._cdata for x in tensors}
-    # By the address of the storage, which is kept, so that no other takes it.
+    of_inputs = {x.untyped_storage()._cdata for x in tensors}
+    # Address of a storage -> a tensor in it, which keeps the storage, so that the address is not
+    # used again.
     saved: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -203,7 +212,7 @@ def saved_bytes(module: fx.GraphModule) -> int | None:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
         with torch.enable_grad(), tensors[0].fake_mode, hooks:
             module(*inputs)
-        sizes = [x.untyped_storage().nbytes() for key, x in saved.items() if key not in own]
+        sizes = [x.untyped_storage().nbytes() for key, x in saved.items() if key not in of_inputs]
     except Exception:
         return None
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None

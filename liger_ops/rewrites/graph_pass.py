@@ -18,7 +18,7 @@ from .losses.unfused_loss import warn
 def graph_pass(
     rewrites: str | Collection[str] | None = None, *, strict: bool | None = None
 ) -> LigerGraphPass:
-    """The rewrites of the backend `liger`, as a pass to combine with others.
+    """Return the rewrites of the backend `liger` as a pass, to be combined with other passes.
 
         torch.compile(model, options={"pre_grad_custom_pass": liger_ops.graph_pass()})
 
@@ -38,7 +38,7 @@ def graph_pass(
     Raises:
         TypeError: rewrites or strict has another type.
         ValueError: rewrites names a rewrite that does not exist. The pass itself raises ValueError
-            for a graph of ATen operators, as torch.export makes it.
+            for a graph of ATen operators, such as torch.export's.
     """
     return LigerGraphPass(
         chosen(rewrites, True, "graph_pass: rewrites"), checked_flag(strict, "graph_pass: strict")
@@ -46,7 +46,10 @@ def graph_pass(
 
 
 class LigerGraphPass(CustomGraphPass):
-    """See `liger_ops.graph_pass`."""
+    """The result of `liger_ops.graph_pass`.
+
+    With `skips_exported` it leaves a graph of ATen operators as it is, instead of raising an error.
+    """
 
     def __init__(
         self, names: Collection[str], strict: bool | None, skips_exported: bool = False
@@ -70,7 +73,7 @@ class LigerGraphPass(CustomGraphPass):
 
 
 def _is_for_a_subgraph() -> bool:
-    """Whether Inductor is processing a subgraph, which it does in a nested call of its own pass.
+    """Return whether Inductor is at a subgraph, for which it calls its own function recursively.
 
     Subgraphs are rewritten with the outer graph, which shows how they are called.
     """
@@ -82,15 +85,15 @@ def _is_for_a_subgraph() -> bool:
 
 
 def exported_operator(graph: fx.Graph) -> str | None:
-    """An ATen operator of the graph; None for a graph of Dynamo.
+    """Return the name of an ATen operator in the graph; None for a graph of Dynamo.
 
     Dynamo's graphs hold the functions and methods that the code calls, with example values in
     `example_value`. `torch.export` and AOTAutograd make graphs of ATen operators, with `val`.
     """
     if any("example_value" in node.meta for node in graph.nodes):
         return None
-    found = (node.target for node in graph.nodes if "val" in node.meta)
-    return next((str(one) for one in found if isinstance(one, OpOverload)), None)
+    targets = (node.target for node in graph.nodes if "val" in node.meta)
+    return next((str(target) for target in targets if isinstance(target, OpOverload)), None)
 
 
 def refuse_exported(graph: fx.Graph) -> None:

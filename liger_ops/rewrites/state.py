@@ -1,4 +1,4 @@
-"""The state that a run of a model changes beside its results: buffers and random numbers."""
+"""Keep the state that a run of a model changes: its buffers, and the random number generators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def state_kept(model: Any) -> Iterator[None]:
-    """Restore a module's buffers and the random state of Python, NumPy, the CPU and the current
-    device."""
+    """Restore, at the end of the context, a module's buffers and the random state.
+
+    The random state is that of Python, NumPy, the CPU and the current device.
+    """
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     before = [buffer.detach().clone() for buffer in buffers]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -32,7 +34,7 @@ def state_kept(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _python_random_kept() -> Iterator[None]:
-    # Models draw the spans that SpecAugment masks by NumPy.
+    # NumPy too: models of speech draw the spans that SpecAugment masks with it.
     numpy: Any = sys.modules.get("numpy")
     python, arrays = random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -44,7 +46,7 @@ def _python_random_kept() -> Iterator[None]:
 
 
 def random_state() -> list[Tensor]:
-    """The state of the random numbers of the CPU and of the current device."""
+    """Return the states of the random number generators of the CPU and the current device."""
     states = [torch.get_rng_state()]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

@@ -1,4 +1,4 @@
-"""Findings printed as a table."""
+"""Print findings as a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _POSITION = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def table(findings: Sequence[Finding], device: str = "") -> list[str]:
-    """The lines of the table: the ops that are used, then the places that are left. `device` is
-    that of modules."""
+    """Return the lines of the table: the ops that are used, then the places that are left.
+
+    `device` is the device of findings that name none: modules.
+    """
     used = [finding for finding in findings if finding.used]
     left = [finding for finding in findings if not finding.used]
     lines = [f"{counted(len(used), 'op')} used", *_entries(used)]
@@ -34,31 +36,32 @@ def counted(count: int, noun: str) -> str:
 
 
 def _entries(findings: Sequence[Finding]) -> list[str]:
-    """An entry for each set of findings that print the same: their number, the text, the place.
+    """Return an entry for each group of findings with the same text at the same place.
 
-    Modules whose names differ in the position of their layer are at one place.
+    An entry has their number, the text and the place. Modules whose names differ only in the
+    position of their layer are at one place.
     """
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
-    alike: dict[tuple[str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         place = _POSITION.sub("*", finding.where) if finding.class_name else finding.where
-        alike.setdefault((_text(finding), place), []).append(finding)
+        groups.setdefault((_text(finding), place), []).append(finding)
     lines = []
-    for (text, place), found in alike.items():
+    for (text, place), group in groups.items():
         lines += textwrap.wrap(
-            f"{len(found)} x {text}", width, initial_indent="  ", subsequent_indent="      "
+            f"{len(group)} x {text}", width, initial_indent="  ", subsequent_indent="      "
         )
-        where = found[0].where if len(found) == 1 else place
+        where = group[0].where if len(group) == 1 else place
         where = f"      {where or '(the model itself)'}"
         lines.append(where if len(where) <= width else f"{where[: width - 4]} ...")
     return lines
 
 
 def _text(finding: Finding) -> str:
-    """The op and what is said of it: the reason, or else the module's class or the kernel."""
+    """Write a finding's op, then why it is not used, or the module's class, or the kernel."""
     options = ", ".join(f"{name}={value!r}" for name, value in finding.options.items())
-    what = finding.op or finding.class_name
-    return f"{what}{f'({options})' if options else ''}: {_detail(finding)}"
+    subject = finding.op or finding.class_name
+    return f"{subject}{f'({options})' if options else ''}: {_detail(finding)}"
 
 
 def _detail(finding: Finding) -> str:
@@ -66,7 +69,7 @@ def _detail(finding: Finding) -> str:
         return finding.reason
     saved = ""
     if finding.logits_bytes:
-        # A million bytes for 1,000 tokens is a kilobyte for each.
+        # bytes a token * 1,000 tokens / 1e6 bytes a MB
         saved = f", without {finding.logits_bytes / 1000:,.1f} MB of logits per 1,000 tokens"
     if finding.class_name:
         return finding.class_name + saved
@@ -75,7 +78,7 @@ def _detail(finding: Finding) -> str:
 
 
 def _implementation(finding: Finding) -> str:
-    """The implementation that runs an op on its device."""
+    """Return the name of the implementation that runs a finding's op on its device."""
     if finding.op not in COMPOSED and finding.op not in OPS:
         return "PyTorch's own"
     name = f"{finding.op}_forward" if finding.op in COMPOSED else finding.op

@@ -1,11 +1,12 @@
 """Measure how a model's results change when its graph is rewritten, or when `fuse` changed it.
 
 The model runs on one batch, forward and backward: unchanged, changed, and unchanged with all
-arithmetic in a wider dtype. The third run is the truth that both others are compared with. A fused
-model and the unfused one are also compared where both compute in the wider dtype, so that nothing
-but its rounding may be between them: a term that is lost shows there, though the rounding of a
-narrow dtype may hide it. A wide run rounds where the model casts to a dtype that is not its own,
-such as float8, so that a lost cast shows; it cannot show where the model's own dtype rounds.
+arithmetic in a wider dtype. The third run is the truth, with which both others are compared.
+
+A fused and an unfused model are also compared with each other, both in the wider dtype, where they
+may differ by its rounding alone. A lost term shows there, even if the rounding of the model's dtype
+would hide it. A wide run still rounds where the model casts to a dtype that is not its own, such as
+float8, so that a lost cast shows too. What is rounded to the model's own dtype cannot show there.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from . import rewrite
 from .attention.runtime.padding import PADDING
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
-from .engine.float64_graph import InWider, default_dtype, dtypes_of, rounded_beside, widened
+from .engine.float64_graph import WiderArithmetic, default_dtype, dtypes_of, rounded_beside, widened
 from .engine.graph_state import reached
 from .state import random_state, state_kept
 
 Run = Callable[..., Any]
 Results = dict[str, Tensor]
 
-# Contexts in which a module is as it was before it was changed, which give the number of its parts
-# that are changed. `fuse` adds its own.
+# Functions of a module that return a context in which it is as it was before it was changed. The
+# context yields how many of its parts are changed. `fuse` adds one.
 UNCHANGED: list[Callable[[nn.Module], contextlib.AbstractContextManager[int]]] = []
 
-# The dtypes of wide runs, the first that a model can compute in.
+# The dtypes of wide runs, tried in this order: not every model can compute in float64.
 WIDER = (torch.float64, torch.float32)
 
 RANDOM = "the model draws random numbers"
@@ -47,7 +48,7 @@ LOGITS = f"{OUTPUT}logits"
 
 
 def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
-    """Measure what the rewrites, and `fuse` before, change of a model on a batch."""
+    """Measure what the rewrites, and `fuse` if it was called, change of a model on a batch."""
     runs = _Compiled(model, args, kwargs)
     found = runs.compared()
     if not runs.changed_parts:
@@ -64,7 +65,8 @@ def verify_changes(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     """Measure what `fuse` changed of a model on a batch, eagerly, on copies of the model.
 
     Raises:
-        CannotVerify: the model cannot be copied, or cannot run in a wider dtype.
+        CannotVerify: the model cannot be copied, or cannot run in a wider dtype; its loss is not
+            finite; or only the changed model raises an exception.
     """
     return _Eager(model, args, kwargs).verified()
 
@@ -75,9 +77,12 @@ class CannotVerify(ValueError):
 
 @contextlib.contextmanager
 def as_unchanged(modules: Iterable[nn.Module]) -> Iterator[int]:
-    """The modules as they were before they were changed; gives the number of changed parts."""
+    """Run the body with the modules as they were before they were changed.
+
+    Yields how many of their parts are changed.
+    """
     with contextlib.ExitStack() as stack:
-        yield sum(stack.enter_context(undo(one)) for one in modules for undo in UNCHANGED)
+        yield sum(stack.enter_context(undo(module)) for module in modules for undo in UNCHANGED)
 
 
 class _Compiled:
@@ -125,19 +130,22 @@ class _Compiled:
 
 
 class _Eager:
-    """Eager runs of one changed model on one batch, as it is and unchanged, each on a new copy."""
+    """Eager runs of a changed model and of the unchanged one on a batch, each on a new copy."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         _check_data(model)
         self.model, self.args, self.kwargs = model, args, kwargs
         floats = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
         self.narrowest = min(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).bits)
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.rounded = rounded_beside(floats | {x.dtype for x in given if x.is_floating_point()})
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.rounded = rounded_beside(floats | {x.dtype for x in inputs if x.is_floating_point()})
         self.is_random = False
 
     def verified(self) -> Verification:
-        """Both models in their own dtype, and in a wider one, which is also the truth."""
+        """Compare both models in their own dtype and in a wider one.
+
+        The unchanged model in the wider dtype is the truth for the comparison in their own.
+        """
         own, is_random = self.pair(None), self.is_random
         dtype, before, after = self.wide_pair()
         eps = torch.finfo(self.narrowest).eps
@@ -148,7 +156,7 @@ class _Eager:
         return _with_wide(found, dtype, before, after)
 
     def wide_pair(self) -> tuple[torch.dtype, Results, Results]:
-        """The results of both models in the first wider dtype in which they run."""
+        """Return the first wider dtype in which both models run, and their results in it."""
         why = ""
         for dtype in WIDER:
             if _is_wider(dtype, self.narrowest) or dtype is torch.float64:
@@ -161,7 +169,7 @@ class _Eager:
         raise CannotVerify(why)
 
     def pair(self, dtype: torch.dtype | None) -> tuple[Results, Results]:
-        """The results of the unchanged and of the changed model, of what both should return."""
+        """Return the results of the unchanged and the changed model that both should have."""
         before = self.results(dtype, unchanged=True)
         if not before[LOSS].isfinite():
             raise CannotVerify("the loss of the unchanged model on this batch is not finite")
@@ -176,14 +184,14 @@ class _Eager:
         return before, after
 
     def results(self, dtype: torch.dtype | None, unchanged: bool = False) -> Results:
-        """The loss, the outputs, and the gradients of parameters and inputs."""
+        """Return the loss, the outputs, and the gradients of parameters and inputs."""
         args, kwargs = pytree.tree_map(lambda x: _leaf(x, dtype), (self.args, self.kwargs))
         model = _copy(self.model)
         with contextlib.ExitStack() as stack:
             if dtype is not None:
                 _widen(model, dtype)
                 stack.enter_context(default_dtype(dtype))
-                stack.enter_context(InWider(dtype, self.rounded))
+                stack.enter_context(WiderArithmetic(dtype, self.rounded))
             if unchanged:
                 stack.enter_context(as_unchanged([model]))
             stack.enter_context(state_kept(model))
@@ -207,17 +215,18 @@ def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _with_wide(
     found: Verification, dtype: torch.dtype, before: Results, after: Results
 ) -> Verification:
-    """Add the differences of wide runs, which no rounding hides.
+    """Add the differences of wide runs, which the rounding of a narrow dtype cannot hide.
 
-    So the runs in the model's dtype need not be compared value by value, where luck decides which
-    of two is nearer to the truth: every gradient is allowed the unchanged model's largest error.
+    Given these, the gradients in the model's own dtype need not be compared one by one, where luck
+    decides which of two is nearer to the truth. Each is allowed the unchanged model's largest
+    error.
     """
     wide = compared(before, after, None, torch.finfo(dtype).eps, magnified(found.differences))
-    own = [one.own_error or 0.0 for one in found.differences if one.is_gradient]
+    own = [d.own_error or 0.0 for d in found.differences if d.is_gradient]
     largest = max(own, default=0.0)
     pooled = tuple(
-        replace(one, own_error=largest) if one.own_error is not None and one.is_gradient else one
-        for one in found.differences
+        replace(d, own_error=largest) if d.own_error is not None and d.is_gradient else d
+        for d in found.differences
     )
     return replace(found, differences=pooled, wide=wide, wide_dtype=dtype)
 
@@ -241,9 +250,9 @@ def _widen(model: nn.Module, dtype: torch.dtype) -> None:
     model.double() if dtype is torch.float64 else model.float()
     module: Any
     for module in model.modules():
-        # A checkpoint would recompute in the backward, where InWider does not reach. The models of
-        # transformers and diffusers have this function beside a flag, which they also read to make
-        # no cache.
+        # A checkpoint would recompute in the backward, where WiderArithmetic does not reach. The
+        # models of transformers and diffusers have this function beside a flag, which stays as it
+        # is because they also read it to make no cache.
         if "_gradient_checkpointing_func" in vars(module):
             module._gradient_checkpointing_func = _called
 
@@ -255,21 +264,25 @@ def _leaf(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _outputs(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of an output but its loss, by name or index."""
+    """Yield the floating-point tensors of an output except for its loss, by name or index."""
     if isinstance(output, Tensor) and output.is_floating_point():
         yield name, output.detach()
     elif isinstance(output, (Mapping, tuple, list)):
         items = output.items() if isinstance(output, Mapping) else enumerate(output)
-        for key, one in items:
+        for key, item in items:
             if key != LOSS:
-                yield from _outputs(one, f"{name}{'' if name == OUTPUT else '.'}{key}")
+                yield from _outputs(item, f"{name}{'' if name == OUTPUT else '.'}{key}")
 
 
 def _skipped(before: Results, after: Results) -> set[str]:
-    """The outputs that a fused model may leave out: the logits, which in a tuple have no name."""
+    """Return the outputs that a fused model may leave out: the logits.
+
+    The outputs of a tuple have no names. If the models return different numbers of them, none is
+    compared.
+    """
     in_tuple = [
-        {one for one in x if one.startswith(OUTPUT) and one[len(OUTPUT)].isdigit()}
-        for x in (before, after)
+        {name for name in results if name.startswith(OUTPUT) and name[len(OUTPUT)].isdigit()}
+        for results in (before, after)
     ]
     unnamed = in_tuple[0] | in_tuple[1] if in_tuple[0] != in_tuple[1] else set()
     return unnamed if LOGITS in after else unnamed | {LOGITS}
@@ -282,7 +295,7 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
 def _results(
     model: Run, run: Run, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """The loss, and its gradient for every leaf that it depends on."""
+    """Return the loss, and its gradient for every leaf that it depends on."""
     with torch.enable_grad():
         loss = loss_of(run(*args, **kwargs))
     names = _names(model, args, kwargs)
@@ -294,8 +307,11 @@ def _results(
 
 
 def loss_of(output: Any) -> Tensor:
-    """The output's `loss`, the output or the first of a tuple if scalar, or a weighted sum of the
-    output's tensors."""
+    """Return the loss of a model's output.
+
+    It is the output's `loss`; or else the output itself, or the first of a tuple, if that is a
+    scalar; or else a weighted sum of the output's tensors.
+    """
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, Tensor):
         return named
@@ -307,6 +323,7 @@ def loss_of(output: Any) -> Tensor:
     if len(tensors) == 1 and tensors[0].dim() == 0:
         return tensors[0]
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    # The weights differ, because a plain sum would not notice elements that are exchanged.
     for x in tensors:
         steps = torch.arange(x.numel(), device=x.device, dtype=torch.float64)
         total = total + (x.double() * torch.sin(1 + steps).reshape(x.shape)).sum().to(total.device)
@@ -315,20 +332,20 @@ def loss_of(output: Any) -> Tensor:
 
 def _leaves(loss: Tensor) -> list[Tensor]:
     functions = reached(
-        [loss.grad_fn], lambda one: (f for f, _ in getattr(one, "next_functions", ()))
+        [loss.grad_fn], lambda function: (f for f, _ in getattr(function, "next_functions", ()))
     )
     variables = (getattr(function, "variable", None) for function in functions)
     return list({id(x): x for x in variables if isinstance(x, Tensor)}.values())
 
 
 def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:
-    """The names of leaves: parameter names from the module, argument names from the call."""
+    """Return names for leaves, by id: parameters as in the module, arguments as in the call."""
     names = {id(p): name for module in modules_of(model) for name, p in module.named_parameters()}
     return {**names, **{id(x): f"argument {key}" for key, x in [*enumerate(args), *kwargs.items()]}}
 
 
 def modules_of(function: Any) -> list[nn.Module]:
-    """The module itself, or those that a function refers to, in its closure or globals."""
+    """Return a module itself, or the modules in a function's closure or globals."""
     if isinstance(function, nn.Module):
         return [function]
     function = getattr(function, "__func__", function)
@@ -336,7 +353,7 @@ def modules_of(function: Any) -> list[nn.Module]:
         return []
     variables = inspect.getclosurevars(function)
     return [
-        one
-        for one in (*variables.nonlocals.values(), *variables.globals.values())
-        if isinstance(one, nn.Module)
+        variable
+        for variable in (*variables.nonlocals.values(), *variables.globals.values())
+        if isinstance(variable, nn.Module)
     ]

@@ -1,5 +1,5 @@
-"""What casts do to values: a chain of them changes nothing if each of its dtypes has every value of
-the dtype that it starts from."""
+"""Which casts change values: a chain of casts changes none if each dtype in it has every value of
+the dtype that the chain starts from."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from torch import Tensor, fx
 from .canonical import IDENTITY, calls, canonical, value
 
 
-class Numbers(NamedTuple):
-    """The numbers of a dtype: the range, the distance from 1 to the next larger number, which is 0
-    for integers, and the smallest positive number."""
+class Limits(NamedTuple):
+    """The limits of a dtype's numbers.
+
+    `eps` is the distance from 1 to the next larger number, or 0 for integers; `smallest` is the
+    smallest positive number.
+    """
 
     lowest: float
     highest: float
@@ -25,12 +28,12 @@ class Numbers(NamedTuple):
 
 @functools.lru_cache
 def represents(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Whether every value of `source` is one of `dtype`, so that a cast to it changes none."""
+    """Return whether `dtype` has every value of `source`, so that a cast to it changes none."""
     if dtype == source:
         return True
     if source.is_complex and not dtype.is_complex:
         return False
-    wide, narrow = _numbers(dtype), _numbers(source)
+    wide, narrow = _limits(dtype), _limits(source)
     if wide is None or narrow is None:
         return False
     if not (wide.lowest <= narrow.lowest and narrow.highest <= wide.highest):
@@ -46,23 +49,23 @@ def represents(dtype: torch.dtype, source: torch.dtype) -> bool:
     return same_reals or (has_more and wide.eps <= narrow.eps and wide.smallest <= narrow.smallest)
 
 
-def _numbers(dtype: torch.dtype) -> Numbers | None:
-    """The numbers of a dtype, real and imaginary ones alike; None if PyTorch does not tell."""
+def _limits(dtype: torch.dtype) -> Limits | None:
+    """Return the limits of a dtype, of a complex one those of its parts; None if it has none."""
     if dtype is torch.bool:
-        return Numbers(0, 1, 0, 1)
+        return Limits(0, 1, 0, 1)
     try:
         if dtype.is_floating_point or dtype.is_complex:
-            known = torch.finfo(dtype)
-            return Numbers(known.min, known.max, known.eps, known.smallest_normal * known.eps)
-        return Numbers(torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0, 1)
+            info = torch.finfo(dtype)
+            return Limits(info.min, info.max, info.eps, info.smallest_normal * info.eps)
+        return Limits(torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0, 1)
     except (TypeError, NotImplementedError):
-        # A dtype of bits, or one of two numbers in a byte.
+        # PyTorch knows no limits for a dtype of bits, or with two numbers in a byte.
         return None
 
 
 @functools.lru_cache
 def has_arithmetic(dtype: torch.dtype | None) -> bool:
-    """Whether PyTorch computes in a floating-point dtype: it only stores those of 8 bits."""
+    """Return whether PyTorch computes in a floating-point dtype; it only stores those of 8 bits."""
     try:
         return bool(dtype and dtype.is_floating_point and torch.promote_types(dtype, torch.float32))
     except RuntimeError:
@@ -70,20 +73,24 @@ def has_arithmetic(dtype: torch.dtype | None) -> bool:
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
+    """Return the dtype of a node's value, or None if that is no tensor."""
     known = value(node)
     return known.dtype if isinstance(known, Tensor) else None
 
 
 def sources(node: Any, any_casts: bool = False) -> Iterator[tuple[Any, tuple[fx.Node, ...]]]:
-    """`node`, and what it is a copy or a cast of that has the same values, from the nearest; each
-    with the nodes that are passed on the way to it. A node that returns its argument is passed.
-    `any_casts`: and also what has other values."""
+    """Yield `node`, then the tensors of the same values that it is a copy or a cast of.
+
+    The nearest comes first, each with the nodes that are passed on the way to it. A node that
+    returns its argument is passed, and not yielded. With `any_casts`, tensors whose values a cast
+    changed are yielded too.
+    """
     passed: tuple[fx.Node, ...] = ()
     dtypes: set[torch.dtype] = set()
     while True:
         call = canonical(node) if isinstance(node, fx.Node) else None
         source = dtype_of(node)
-        is_same = not dtypes or (source and all(represents(one, source) for one in dtypes))
+        is_same = not dtypes or (source and all(represents(dtype, source) for dtype in dtypes))
         if (any_casts or is_same) and (call is None or call.op != IDENTITY):
             yield node, passed
         if call is None or call.op not in ("cast", "contiguous", IDENTITY):
@@ -94,12 +101,12 @@ def sources(node: Any, any_casts: bool = False) -> Iterator[tuple[Any, tuple[fx.
 
 
 def through_casts(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
-    """The farthest of the `sources` of `node`, with the nodes that are passed."""
+    """Return the farthest of the `sources` of `node`, with the nodes that are passed."""
     *_, farthest = sources(node)
     return farthest
 
 
 def rounding(node: Any) -> torch.dtype | None:
-    """The dtype to which the last cast rounds that a chain of casts ends with; None for none."""
+    """Return the dtype of the last cast that changes values, if only exact ones follow; or None."""
     call = calls(through_casts(node)[0], "cast")
     return None if call is None else call.args[1]

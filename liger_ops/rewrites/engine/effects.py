@@ -1,13 +1,14 @@
-"""The memory that nodes write to: what PyTorch's operators write when a node's call runs.
+"""Find the memory that a node writes to, by running its call on fake tensors.
 
-The call runs on fake tensors, once for each different call, and the schemas of the operators that
-it arrives at say which tensors are written: those of `out`, of `inplace` by name or by position, of
-methods in place, running statistics, and the weights that `max_norm` renormalises. A call that
-cannot run so is unknown, and treated as the worst case: it writes everywhere.
+A mode records the operators that the call dispatches to. Their schemas say which tensors they
+write: `out` arguments, `inplace` arguments by name or by position, the tensors of in-place methods,
+running statistics, and the weights that `max_norm` renormalises. A call that cannot be run on fake
+tensors is taken to write everywhere.
 
-A function of PyTorch's own arrives at the same operators in every graph, so that its calls are
-known for the whole process, by the kinds of the tensors: a size counts as 0, 1, more or symbolic,
-which is what PyTorch itself distinguishes where it compiles for all sizes.
+A function of PyTorch dispatches to the same operators in every graph. The result for such a call is
+therefore cached for the whole process. The key has each input's dtype, device and sizes, where a
+size counts as 0, 1, more or symbolic: PyTorch itself distinguishes these when it compiles for all
+sizes.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ _KERNELS_OF_USERS = "triton_kernel_wrapper"
 _SYMBOLS = torch.SymBool, torch.SymInt, torch.SymFloat
 NUMBERS = (bool, int, float, complex, *_SYMBOLS)
 
-# The places of inputs that a call writes to; None if that is unknown.
-_Places = list[int] | None
-# In a node's meta: its target and arguments, and the memory that it writes to with these.
+# The positions of the inputs that a call writes to; None if that is unknown.
+_Positions = list[int] | None
+# Key of a node's meta: its target and arguments, and the memory that it writes to with these.
 _WRITTEN = "liger_ops.written"
-# Layers and models repeat them: `fuse` makes 4944 calls in 40 models, of which 400 differ here.
-_calls: dict[Any, _Places] = {}
+# Cache: key of a call -> the inputs that it writes to. Layers and models repeat calls: `fuse` looks
+# up 4944 calls in 40 models, which have 400 different keys.
+_calls: dict[Any, _Positions] = {}
 
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, OpOverload
-# Constants that cannot change, and whose text says all.
+# Types of immutable constants, which `repr` writes in full: keys of `_calls` are text.
 _CONSTANTS = (
     *(*NUMBERS, str, slice, types.NoneType, types.EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -53,38 +55,42 @@ _CONSTANTS = (
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether `node` writes to a tensor that it did not create."""
+    """Return whether `node` writes to a tensor that it did not create."""
     return bool(written(node))
 
 
 def written(node: fx.Node) -> set[int]:
-    """The memory that `node` writes to: see `memory`."""
+    """Return the keys of the memory that `node` writes to; see `memory`."""
     if isinstance(node.target, HigherOrderOperator):
         return _written_in_subgraphs(node)
     call = (node.target, node.args, node.kwargs)
-    known = node.meta.get(_WRITTEN)
-    if known is None or any(a is not b for a, b in zip(known[0], call, strict=True)):
-        known = node.meta[_WRITTEN] = (call, _written_by(node))
-    keys: set[int] = known[1]
+    cached = node.meta.get(_WRITTEN)
+    if cached is None or any(a is not b for a, b in zip(cached[0], call, strict=True)):
+        cached = node.meta[_WRITTEN] = (call, _written_by(node))
+    keys: set[int] = cached[1]
     return keys
 
 
 def _written_in_subgraphs(node: fx.Node) -> set[int]:
-    """No memory, or ANYWHERE: a subgraph that is called twice shows the inputs of one call only."""
+    """Return the memory that the subgraphs of a node write to: none, or ANYWHERE.
+
+    Which inputs of the node are written remains unknown: a subgraph that is called twice has the
+    example values of one call only.
+    """
     if _KERNELS_OF_USERS in node.target.name():  # type: ignore[union-attr]
         return {ANYWHERE}
-    for part in subgraphs(node):
-        inputs = memory(inner for inner in part.graph.nodes if inner.op == "placeholder")
-        if any(written(inner) & {*inputs, ANYWHERE} for inner in part.graph.nodes):
+    for module in subgraphs(node):
+        inputs = memory(inner for inner in module.graph.nodes if inner.op == "placeholder")
+        if any(written(inner) & {*inputs, ANYWHERE} for inner in module.graph.nodes):
             return {ANYWHERE}
     return set()
 
 
 def subgraphs(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs among the arguments of a higher-order operator's node."""
+    """Return the graphs among the arguments of a higher-order operator's node."""
     owner = node.graph.owning_module
-    given = [getattr(owner, str(one.target), None) for one in node.all_input_nodes if _is_attr(one)]
-    return [one for one in given if isinstance(one, fx.GraphModule)]
+    attributes = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if _is_attr(n)]
+    return [module for module in attributes if isinstance(module, fx.GraphModule)]
 
 
 def _is_attr(node: fx.Node) -> bool:
@@ -94,28 +100,29 @@ def _is_attr(node: fx.Node) -> bool:
 def _written_by(node: fx.Node) -> set[int]:
     if node.op in ("placeholder", "get_attr", "output"):
         return set()
-    inputs = {one: value(one) for one in node.all_input_nodes if not _is_context(one)}
-    if node.op == "call_module" or any(known is None for known in inputs.values()):
+    inputs = {n: value(n) for n in node.all_input_nodes if not _is_context(n)}
+    if node.op == "call_module" or any(example is None for example in inputs.values()):
         return {ANYWHERE}
-    tensors = [one for one in pytree.tree_leaves([*inputs.values()]) if isinstance(one, Tensor)]
+    tensors = [x for x in pytree.tree_leaves([*inputs.values()]) if isinstance(x, Tensor)]
     if not tensors:
         return set()
     mode: Any = fake_mode_of(map(_innermost, tensors))
     are_plain = all(map(is_plain, tensors))
     if are_plain and not isinstance(mode, FakeTensorMode):
         mode = FakeTensorMode()
-    call = _described(node, inputs) if are_plain and _is_of_torch(node, inputs) else None
-    places = None if call is None else _calls.get(call)
-    if places is None:
-        places = _run(node, inputs, mode)
+    # Other functions, and subclasses of Tensor, may do something else in the next graph.
+    call = _call_key(node, inputs) if are_plain and _is_torch_function(node, inputs) else None
+    positions = None if call is None else _calls.get(call)
+    if positions is None:
+        positions = _run(node, inputs, mode)
         if call is not None:
-            _calls[call] = places
+            _calls[call] = positions
     nodes = [*inputs]
-    return {ANYWHERE} if places is None else memory(nodes[place] for place in places)
+    return {ANYWHERE} if positions is None else memory(nodes[position] for position in positions)
 
 
-def _is_of_torch(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Whether a function of PyTorch is called with tensors and constants alone."""
+def _is_torch_function(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
+    """Return whether a node calls a function of PyTorch with tensors and constants alone."""
     target = node.target
     owner = str(getattr(target, "__module__", "")).split(".")[0]
     if node.op == "call_function" and not (
@@ -129,67 +136,73 @@ def _is_of_torch(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
 
 
 def _is_context(node: fx.Node) -> bool:
-    """Whether a value that is no example is a context, such as autocast's: no tensor enters it."""
+    """Return whether a node without an example value enters a context, such as autocast.
+
+    No tensor enters such a node. Any other node without an example value may be a tensor.
+    """
     return node.op == "call_function" and not node.all_input_nodes and value(node) is None
 
 
-def _described(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
-    """The call of `node`, equal for nodes that differ in their inputs' data and sizes alone."""
-    kinds = [pytree.tree_map(_kind, known) for known in inputs.values()]
-    names = {one: f"{place}{kinds[place]}" for place, one in enumerate(inputs)}
+def _call_key(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
+    """Return the cache key of a node's call: equal where only data and sizes of inputs differ."""
+    keys = [pytree.tree_map(_input_key, example) for example in inputs.values()]
+    names = {n: f"{position}{keys[position]}" for position, n in enumerate(inputs)}
     return node.op, node.target, repr(fx.map_arg((node.args, node.kwargs), names.get))
 
 
-def _kind(known: Any) -> Any:
-    if isinstance(known, Tensor):
-        sizes = [min(one, 2) if type(one) is int else _kind(one) for one in known.shape]
-        return sizes, known.dtype, known.device
-    return type(known) if type(known) in _SYMBOLS else known
+def _input_key(example: Any) -> Any:
+    """Return what the key of a call has of an input."""
+    if isinstance(example, Tensor):
+        sizes = [min(size, 2) if type(size) is int else _input_key(size) for size in example.shape]
+        return sizes, example.dtype, example.device
+    return type(example) if type(example) in _SYMBOLS else example
 
 
-def _run(node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any) -> _Places:
-    """Run the call of `node` with copies of its inputs that have no data.
+def _run(node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any) -> _Positions:
+    """Run the call of `node` on copies of its inputs that have no data.
 
-    A call of tensors of several dtypes, which autocast would cast, runs within autocast alone.
+    Without autocast first, and if that fails under autocast: tensors of several dtypes, which a
+    model's autocast casts to one, can be combined only there.
     """
     leaves = pytree.tree_leaves([*inputs.values()])
-    device = next(one.device.type for one in leaves if isinstance(one, Tensor))
+    device = next(x.device.type for x in leaves if isinstance(x, Tensor))
     if not torch.amp.is_autocast_available(device):
         return _run_within(contextlib.nullcontext(), node, inputs, mode)
-    places = None
+    positions = None
     for enabled in (False, True):
-        if places is None:
+        if positions is None:
             autocast = torch.autocast(device, torch.bfloat16, enabled)
-            places = _run_within(autocast, node, inputs, mode)
-    return places
+            positions = _run_within(autocast, node, inputs, mode)
+    return positions
 
 
 def _run_within(
     autocast: contextlib.AbstractContextManager[Any],
     node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any,
-) -> _Places:  # fmt: skip
-    run = _Run()
+) -> _Positions:  # fmt: skip
+    recorder = _WriteRecorder()
     try:
         with autocast, _tracing(mode):
-            copies = [pytree.tree_map(_copied, known) for known in inputs.values()]
-            given = dict(zip(inputs, copies, strict=True))
-            with run:
-                replay(node, *fx.map_arg((node.args, node.kwargs), given.get))
+            copies = [pytree.tree_map(_empty_copy, example) for example in inputs.values()]
+            copy_of = dict(zip(inputs, copies, strict=True))
+            with recorder:
+                replay(node, *fx.map_arg((node.args, node.kwargs), copy_of.get))
     except Exception:
-        # A number that is read from data ends the call whose result it is, as in `item`.
-        if not run.reads_data or not isinstance(value(node), NUMBERS):
+        # A call that returns a number from data, such as `item`, fails on fake tensors. It failed
+        # at its end, so that all its writes are recorded.
+        if not recorder.reads_data or not isinstance(value(node), NUMBERS):
             return None
-    found = memory(run.written)
-    places = [
-        place
-        for place, copy in enumerate(copies)
-        if memory([copy]) & found or any(map(_is_detached, pytree.tree_leaves(copy)))
+    keys = memory(recorder.written)
+    positions = [
+        position
+        for position, copy in enumerate(copies)
+        if memory([copy]) & keys or any(map(_is_detached, pytree.tree_leaves(copy)))
     ]
-    return None if ANYWHERE in found else places
+    return None if ANYWHERE in keys else positions
 
 
-class _Run(TorchDispatchMode):
-    """Records the tensors that operators write to, by their schemas."""
+class _WriteRecorder(TorchDispatchMode):
+    """Records the tensors that operators write to, according to their schemas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,9 +214,9 @@ class _Run(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.reads_data = torch.Tag.data_dependent_output in func.tags
-        for place, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(func._schema.arguments):
             if argument.is_write:
-                self.written.append(args[place] if place < len(args) else kwargs.get(argument.name))
+                self.written.append(args[i] if i < len(args) else kwargs.get(argument.name))
         return func(*args, **kwargs)
 
 
@@ -211,7 +224,8 @@ class _Run(TorchDispatchMode):
 def _tracing(mode: Any) -> Iterator[None]:
     """Run operators as a tracer does, without gradients.
 
-    The python dispatcher decomposes batch_norm, whose own schema hides its running statistics.
+    The schema of batch_norm does not say that it writes its running statistics. Under the python
+    dispatcher it is decomposed into operators whose schemas do.
     """
     shapes = getattr(mode, "shape_env", None)
     fresh = contextlib.nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
@@ -220,22 +234,22 @@ def _tracing(mode: Any) -> Iterator[None]:
 
 
 def _innermost(tensor: Tensor) -> Tensor:
-    """The tensor within wrappers of transforms, and the first within those of subclasses."""
+    """Return a plain tensor within wrappers: of transforms, or the first within subclasses."""
     tensor = unwrapped(tensor)
     while hasattr(tensor, "__tensor_flatten__"):
         tensor = unwrapped(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     return tensor
 
 
-def _copied(known: Any) -> Any:
-    """An empty tensor like `known`. It requires a gradient, so that `detach_` shows."""
+def _empty_copy(known: Any) -> Any:
+    """Return an empty tensor like `known`, which requires a gradient, so that `detach_` shows."""
     if not isinstance(known, Tensor):
         return known
     if not is_plain(unwrapped(known)):
         # A subclass, such as DTensor, may have more than a layout: it is copied as it is.
         return known.detach()
-    how: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
-    copy = torch.empty_strided(known.shape, known.stride(), **how)
+    options: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
+    copy = torch.empty_strided(known.shape, known.stride(), **options)
     return copy.requires_grad_(_has_gradients(copy))
 
 

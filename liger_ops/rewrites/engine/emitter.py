@@ -1,4 +1,4 @@
-"""Insert operations into a graph, each with its result under fake tensors."""
+"""Insert calls into a graph, each with its example value."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .rewrite import insert
 class Emitter:
     """Inserts calls before the node `before`, in the order in which they are made.
 
-    A call with constant integers alone is computed at once, so that sizes are numbers where they
-    are known.
+    A call of constants that returns an integer is computed at once and not inserted, so that sizes
+    that are known stay numbers. `like` is a value whose fake mode the calls run in.
     """
 
     def __init__(self, before: fx.Node, like: Any) -> None:
         self.before, self._fake_mode = before, fake_mode_of([like])
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        nodes = [one for one in given if isinstance(one, fx.Node)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         known_args, known_kwargs = pytree.tree_map(value, (args, kwargs))
         with self._fake_mode, torch.no_grad():
             result = target(*known_args, **known_kwargs)
@@ -34,6 +34,6 @@ class Emitter:
         return insert(self.before, target, args, result, kwargs)
 
     def size(self, tensor: Any, dim: int) -> Any:
-        """The size as a number, or as a node if it is symbolic."""
+        """Return a size as a number, or as a node if it is symbolic."""
         known = value(tensor).shape[dim]
         return known if isinstance(known, int) else self(torch.Tensor.size, tensor, dim)

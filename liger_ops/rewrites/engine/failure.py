@@ -1,4 +1,4 @@
-"""What happens if a rewrite raises an exception, which is a bug of this package."""
+"""Handle an exception in a rewrite, which is a bug of this package: warn, or raise it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ D = TypeVar("D")
 
 
 def is_strict(strict: bool | None) -> bool:
-    """Whether an exception in a rewrite is raised: `strict`, or if None the environment's."""
+    """Return whether an exception in a rewrite is raised; None stands for LIGER_OPS_STRICT."""
     return os.environ.get(STRICT, "0") not in ("", "0") if strict is None else strict
 
 
 def first_line(error: Exception) -> str:
-    """An error's type and the first line of its message."""
+    """Return an error's type and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
@@ -43,8 +43,10 @@ def failed(report: Report, error: Exception) -> Report:
 def guarded(
     name: str, strict: bool | None, function: Callable[..., T], *args: object, otherwise: D
 ) -> T | D:
-    """The result of a part of the rewrites, or `otherwise` with a warning if it raises an
-    exception, unless that is strict."""
+    """Call `function`, a step of the rewrites; if it raises, warn and return `otherwise`.
+
+    With `strict` the exception is raised.
+    """
     try:
         return function(*args)
     except Exception as error:

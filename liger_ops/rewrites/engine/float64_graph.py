@@ -1,8 +1,8 @@
 """Run a graph with all its floating-point arithmetic in a wider dtype.
 
-A cast to a dtype that a model computes in, or is stored in, rounds because of that dtype: a wide
-run is without it. Any other cast to a narrower dtype, as of a quantised model, is a part of what
-the model computes, and rounds in a wide run too.
+A cast to a dtype in which a model computes or is stored rounds only because the model has this
+dtype; in a wide run there is no such rounding. Any other cast to a narrower dtype, as in a
+quantised model, belongs to what the model computes, and rounds in a wide run too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def widened(dtype: torch.dtype, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    """A graph that computes in a wider dtype and returns results in their original dtypes."""
+    """Return a function that runs a graph in a wider dtype.
+
+    Its results have the dtypes of the graph's own results.
+    """
     (output,) = module.graph.find_nodes(op="output")
-    examples = [value(one) for one in pytree.tree_leaves(output.args)]
+    examples = [value(x) for x in pytree.tree_leaves(output.args)]
     rounded = rounded_beside(dtypes_of(module, of_casts=False))
 
     def run(*inputs: Any) -> Any:
         cast = pytree.tree_map(lambda x: _to(x, dtype), inputs)
-        with default_dtype(dtype), InWider(dtype, rounded):
+        with default_dtype(dtype), WiderArithmetic(dtype, rounded):
             results = pytree.tree_leaves(module(*cast))
         return tuple(
             _to(result, example.dtype) if isinstance(example, Tensor) else result
@@ -42,34 +45,36 @@ def widened(dtype: torch.dtype, module: fx.GraphModule, _: Sequence[Any]) -> Cal
 
 
 def dtypes_of(module: fx.GraphModule, of_casts: bool = True) -> set[torch.dtype]:
-    """The floating-point dtypes that a graph is given, or computes in.
+    """Return the floating-point dtypes that a graph's inputs have or that it computes in.
 
-    Without `of_casts`, only those that it does not take from its own casts, but from its inputs or
-    from autocast.
+    Without `of_casts`, only those that come from its inputs or from autocast, not from its casts: a
+    node has a dtype that none of its inputs has.
     """
     nodes = [
         node
-        for part in module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
+        for submodule in module.modules()
+        if isinstance(submodule, fx.GraphModule)
+        for node in submodule.graph.nodes
         if not calls(node, "cast")
     ]
-    found = set()
+    of_graph = set()
     for node in nodes:
-        before = set(map(dtype_of, node.all_input_nodes))
-        dtypes = {dtype_of(one) for one in pytree.tree_leaves([value(node)])}
-        found |= dtypes if of_casts else dtypes - before
-    return {dtype for dtype in found if dtype is not None and has_arithmetic(dtype)}
+        input_dtypes = set(map(dtype_of, node.all_input_nodes))
+        dtypes = {dtype_of(x) for x in pytree.tree_leaves([value(node)])}
+        of_graph |= dtypes if of_casts else dtypes - input_dtypes
+    return {dtype for dtype in of_graph if dtype is not None and has_arithmetic(dtype)}
 
 
 def rounded_beside(own: Collection[torch.dtype]) -> set[torch.dtype]:
-    """The dtypes to which a model whose dtypes are `own` rounds by its own casts alone."""
-    return {dtype for dtype in NARROW if not any(represents(dtype, one) for one in own)}
+    """Return the dtypes to which a model of the dtypes `own` rounds only where its code casts."""
+    return {dtype for dtype in NARROW if not any(represents(dtype, source) for source in own)}
 
 
-class InWider(TorchFunctionMode):
-    """Replace every floating-point dtype with arithmetic that code asks for by a wider one. A cast
-    to a dtype in `rounded` rounds to that first."""
+class WiderArithmetic(TorchFunctionMode):
+    """Replace every floating-point dtype with arithmetic that code asks for by a wider one.
+
+    A cast to a dtype in `rounded` rounds to that first.
+    """
 
     def __init__(self, dtype: torch.dtype, rounded: Collection[torch.dtype] = ()) -> None:
         super().__init__()
@@ -103,14 +108,14 @@ CASTS = {
 def _grouped_mm(
     x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None
 ) -> Tensor:
-    """The product of each group of rows with a weight of its own, which PyTorch lacks in float64.
+    """Multiply each group of rows by its own weight; rows after the last group are zeros.
 
-    Rows after the last group are zeros.
+    It stands in for torch._grouped_mm, which PyTorch lacks in float64.
     """
     if bias is not None:
         raise NotImplementedError("a bias of grouped_mm")
     ends = [0, *offs.tolist()]
-    groups = [x[start:end] @ one for start, end, one in zip(ends, ends[1:], weights, strict=False)]
+    groups = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weights, strict=False)]
     return torch.cat([*groups, x.new_zeros(x.shape[0] - ends[-1], weights.shape[-1])])
 
 
@@ -120,7 +125,7 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, tensors are made in this dtype by default."""
+    """Set PyTorch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

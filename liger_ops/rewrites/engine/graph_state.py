@@ -1,4 +1,4 @@
-"""The context of a graph's nodes: their order, the writes among them, and their modes."""
+"""Facts about a graph's nodes: their order, the writes among them, and the modes they run in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .memory import ANYWHERE, memory
 
 Key = TypeVar("Key", bound=Hashable)
 
+# Ends of the names of the functions with which Dynamo enters a transform of torch.func, and a level
+# of forward-mode differentiation.
 _TRANSFORM = "_increment_nesting"
 _DUAL = "_enter_dual_level"
 # Functions that change a setting for all nodes after them.
@@ -23,7 +25,7 @@ _SETTINGS = ("_set_fwd_grad_enabled", "_saved_tensors_hooks_disable", "_saved_te
 
 
 class _Order(dict[fx.Node, int]):
-    """Position of each node. A lookup of a node that was inserted since reads the graph again."""
+    """The position of each node. A lookup of a newly inserted node reads the graph again."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         self._read = read
@@ -34,7 +36,11 @@ class _Order(dict[fx.Node, int]):
 
 
 class GraphState:
-    """The order, writes and modes of a graph, valid also after nodes are inserted."""
+    """The order, writes and modes of a graph's nodes, valid also after nodes are inserted.
+
+    Attributes:
+        order: the position of each node in the graph.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order = _Order(lambda: self._read(graph))
@@ -45,13 +51,13 @@ class GraphState:
     def _read(self, graph: fx.Graph) -> None:
         self.order.clear()
         self._modes: dict[fx.Node, tuple[Any, ...]] = {}
-        # (position, memory that is written to)
+        # Pairs of a node's position and the keys of the memory that it writes to.
         self._writes: list[tuple[int, set[int]]] = []
         self._sharing: dict[int, list[fx.Node]] = defaultdict(list)
         module = graph.owning_module
         # A subgraph does not show the gradient mode of its caller.
-        is_part = module is not None and module.meta.get("is_subgraph", False)
-        grad: Any = "the caller's" if is_part else torch.is_grad_enabled()
+        is_subgraph = module is not None and module.meta.get("is_subgraph", False)
+        grad: Any = "the caller's" if is_subgraph else torch.is_grad_enabled()
         settings: dict[str, Any] = {}
         entered: list[fx.Node] = []
         for position, node in enumerate(graph.nodes):
@@ -75,6 +81,7 @@ class GraphState:
             elif name.startswith("_enter_") or name.endswith(_TRANSFORM):
                 entered.append(node)
             elif name.startswith("_exit_"):
+                # The node that entered the context is an argument.
                 entered = [other for other in entered if other not in node.args]
 
     def _memory_of(self, node: fx.Node) -> set[int]:
@@ -83,47 +90,54 @@ class GraphState:
         return self._memory[node]
 
     def sharing(self, node: fx.Node) -> list[fx.Node]:
-        """The other nodes whose values are known to share memory with that of `node`."""
+        """Return the other nodes whose values are known to share memory with that of `node`."""
         keys = self._memory_of(node) - {ANYWHERE}
-        return [one for key in keys for one in self._sharing[key] if one is not node]
+        return [other for key in keys for other in self._sharing[key] if other is not node]
 
     def one_mode(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether all nodes run in the same gradient mode, autocast and torch.func transform."""
+        """Return whether all nodes run in the same gradient mode, autocast and transforms."""
         return len({self.modes(node) for node in nodes}) <= 1
 
     def transformed(self, node: fx.Node) -> bool:
-        """Whether `node` runs inside of vmap, grad or another torch.func transform."""
+        """Return whether `node` runs inside of vmap, grad or another torch.func transform."""
         return any(
             isinstance(mode, fx.Node) and _name(mode).endswith((_TRANSFORM, _DUAL))
             for mode in self.modes(node)
         )
 
     def modes(self, node: fx.Node) -> tuple[Any, ...]:
-        """What `node` runs in: the gradient mode first, then autocast and other contexts."""
+        """Return the modes that `node` runs in: the gradient mode, settings, entered contexts.
+
+        A context, such as autocast, is the node that enters it.
+        """
         assert self.order[node] >= 0
         return self._modes[node]
 
     def written(self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> bool:
-        """Whether one of `tensors`, or a view of it, is written between two nodes."""
+        """Return whether one of `tensors`, or a view of it, is written between two nodes.
+
+        A write by `first` or by `last` counts.
+        """
         return self._written(memory(tensors), self.order[first], self.order[last])
 
     def ever_written(self, tensors: Iterable[fx.Node]) -> bool:
-        """Whether one of `tensors`, or a view of it, is written anywhere in the graph."""
+        """Return whether one of `tensors`, or a view of it, is written anywhere in the graph."""
         return self._written(memory(tensors), 0, len(self.order))
 
     def _written(self, keys: set[int], first: int, last: int) -> bool:
         return any(
-            first <= position <= last and (keys & there or ANYWHERE in keys or ANYWHERE in there)
-            for position, there in self._writes
+            first <= position <= last
+            and (keys & targets or ANYWHERE in keys or ANYWHERE in targets)
+            for position, targets in self._writes
         )
 
     @contextlib.contextmanager
     def modes_of(self, node: fx.Node) -> Iterator[None]:
         """Enter the autocast modes of `node`."""
         with contextlib.ExitStack() as stack:
-            for entered in self.modes(node)[1:]:
-                if isinstance(entered, fx.Node) and _name(entered) == "_enter_autocast":
-                    device, dtype, enabled, cache = (value(one) for one in entered.args)
+            for mode in self.modes(node)[1:]:
+                if isinstance(mode, fx.Node) and _name(mode) == "_enter_autocast":
+                    device, dtype, enabled, cache = (value(x) for x in mode.args)
                     stack.enter_context(
                         torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
@@ -131,35 +145,35 @@ class GraphState:
 
 
 def reached(starts: Iterable[Key], further: Callable[[Key], Iterable[Key]]) -> Iterator[Key]:
-    """These values, those that are further from one of them, and so on, each once."""
+    """Yield `starts`, the values that `further` returns for these, and so on, each once."""
     waiting, seen = list(starts), set()
     while waiting:
-        one = waiting.pop()
-        if one not in seen:
-            seen.add(one)
-            yield one
-            waiting += further(one)
+        key = waiting.pop()
+        if key not in seen:
+            seen.add(key)
+            yield key
+            waiting += further(key)
 
 
 def needed_by(*nodes: fx.Node, end: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """The nodes, and those that they are computed from, back to nodes that are an `end`."""
+    """Return nodes and all that they are computed from, back to nodes for which `end` is true."""
     return set(reached(nodes, lambda node: () if end(node) else node.all_input_nodes))
 
 
 def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:
     """Erase `node` if it is unused, then its inputs that become unused, and so on.
 
-    Only nodes in `among` are erased: nodes that a rewrite matched, which have no side effects. fx's
-    own dead code elimination is not used, because in subgraphs it also removes methods that write
+    Only nodes in `among` are erased: nodes that a rewrite matched, which have no side effects. The
+    dead code elimination of fx is not used, because in subgraphs it also removes methods that write
     in place.
     """
     waiting = [node]
     while waiting:
-        one = waiting.pop()
-        if one.users or one not in among or one._erased or one.op == "placeholder":
+        unused = waiting.pop()
+        if unused.users or unused not in among or unused._erased or unused.op == "placeholder":
             continue
-        waiting += one.all_input_nodes
-        one.graph.erase_node(one)
+        waiting += unused.all_input_nodes
+        unused.graph.erase_node(unused)
 
 
 def _leave(entered: list[fx.Node], name: str) -> None:

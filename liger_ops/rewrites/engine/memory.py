@@ -1,4 +1,8 @@
-"""The memory that holds the values of nodes. A tensor of unknown layout may be in any memory."""
+"""Keys of the memory that holds the values of nodes: two values share memory if they share a key.
+
+A tensor has the key of its storage, as its views have. A tensor of unknown layout may be in any
+memory: its key is ANYWHERE.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from torch.utils import _pytree as pytree
 from ...torch_private import FakeTensor, get_unwrapped, is_functorch_wrapped_tensor
 from .canonical import value
 
-# Stands for unknown memory.
+# The key of unknown memory. It may be any memory, so users of keys have to ask for it apart.
 ANYWHERE = -1
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether `tensor` is an ordinary dense tensor, not a DTensor, a vmap wrapper or the like."""
+    """Return whether a tensor is an ordinary dense one, not a DTensor, a wrapper of vmap, ..."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
         and not is_functorch_wrapped_tensor(tensor)
@@ -27,20 +31,20 @@ def is_plain(tensor: Any) -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor within the wrappers of torch.func transforms."""
+    """Return the tensor within the wrappers of torch.func transforms."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def memory(nodes: Iterable[Any]) -> set[int]:
-    """Keys of the storages of `nodes`, which are nodes or tensors; other values are skipped."""
+    """Return the keys of the memory of nodes or tensors; other values have none."""
     return {key for node in pytree.tree_leaves(list(nodes)) for key in _storages(value(node), node)}
 
 
 def _storages(known: Any, node: Any) -> set[int]:
     if isinstance(known, (tuple, list)):
-        return {key for part in known for key in _storages(part, part)}
+        return {key for item in known for key in _storages(item, item)}
     if isinstance(known, Tensor):
         known = unwrapped(known)
         return {known.untyped_storage()._cdata} if is_plain(known) else {ANYWHERE}

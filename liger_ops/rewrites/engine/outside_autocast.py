@@ -1,8 +1,9 @@
-"""Ops in the dtypes of their inputs, under autocast too.
+"""Run an op in the dtypes of its inputs where autocast would cast them.
 
-Autocast casts the inputs of norms to float32, and so those of the ops. Code that is written out
-runs in the dtypes of its inputs, also under autocast. An op that replaces it is marked, and after
-all rewrites each marked op gets a region of its own in the graph, in which autocast is off.
+Autocast casts the inputs of PyTorch's norms to float32, and therefore those of the norm ops too. A
+norm that a model writes out, in elementwise operations, runs in the dtypes of its inputs. The op
+that replaces such code is marked, and after all rewrites autocast is turned off around each marked
+op in the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MARK = "outside_autocast"
 def modes_of(node: fx.Node, state: GraphState, outside: bool = False) -> Iterator[bool]:
     """Enter the autocast modes of `node`, without autocast if `outside` or if `node` is marked.
 
-    Yields whether that turned an autocast off, so that the op has to be marked.
+    Yields whether an autocast was turned off, in which case the op has to be marked.
     """
     device = _device_of(node)
     with state.modes_of(node), contextlib.ExitStack() as stack:
@@ -39,7 +40,7 @@ def is_marked(node: fx.Node) -> bool:
 
 
 def mark(node: fx.Node) -> None:
-    """Mark an op, or the op of which `node` is a view."""
+    """Mark the op that `node` calls, or the one whose result it is a view of."""
     while getattr(node.target, "namespace", None) != "liger":
         (node,) = node.all_input_nodes
     node.meta[_MARK] = True
@@ -52,6 +53,7 @@ def enter(graph: fx.Graph) -> None:
             continue
         device = _device_of(node)
         with graph.inserting_before(node):
+            # The arguments are the device, dtype, enabled and cache_enabled.
             mode = graph.call_function(enter_autocast, (device, None, False, True))
         with graph.inserting_after(node):
             graph.call_function(exit_autocast, (mode,))

@@ -1,7 +1,8 @@
 """Mark which ops may be recomputed in the backward, and which must not.
 
-With `torch._functorch.config.activation_memory_budget` below 1, the partitioner saves fewer
-activations and recomputes what it estimates to be cheap. It cannot estimate custom ops.
+With `torch._functorch.config.activation_memory_budget` below 1, AOTAutograd's partitioner saves
+fewer activations, and recomputes what it estimates to be cheap. It cannot estimate the cost of
+custom ops.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ...torch_private import functorch_config
 
-# Their forward may also compute the gradients; recomputing it would recompute all logits, to save a
-# few numbers per token.
+# Losses, whose forward may also compute the gradients. To recompute one would recompute all logits,
+# only to save a few numbers per token.
 SAVED = {
     name + suffix
     for name in (
@@ -35,5 +36,5 @@ def mark(graph: fx.Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif functorch_config.activation_memory_budget < 1 and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            # All in one region: values passed from one region to the next would be saved.
+            # One region for all ops: a value that passes from one region to another would be saved.
             node.meta["ac_graph_id"] = 0

@@ -1,4 +1,4 @@
-"""Call what a node calls, with other values for its arguments, such as fake tensors."""
+"""Run a node's call with other values for its arguments, such as fake tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...torch_private import FakeTensor
 
 
 def replay(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of the function or method that `node` calls."""
+    """Call the function or method that `node` calls, with these arguments."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = node.target
@@ -20,8 +20,11 @@ def replay(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The fake mode of the tensors in `values`, which is not the one active in a backend."""
-    for one in values:
-        if isinstance(one, FakeTensor):
-            return one.fake_mode
+    """Return the fake mode of the fake tensors in `values`, or a context that does nothing.
+
+    It is not the fake mode that is active while a backend runs.
+    """
+    for x in values:
+        if isinstance(x, FakeTensor):
+            return x.fake_mode
     return contextlib.nullcontext()

@@ -1,4 +1,12 @@
-"""Replace a match by an op, if that changes nothing but speed and memory."""
+"""Replace matches by ops where that changes nothing but speed and memory.
+
+A `Search` goes through a graph from its end, and hands each match to the rewrite. The rewrite
+inserts the op (`emit`) and replaces the match (`Search.replace`), or raises `Refused`, with a
+reason. `obstacle` checks the match before: no intermediate value may be used elsewhere, all
+operations run in the same modes, and no tensor is written in place between them. `check_results`
+checks that the op's result has the same dtype, device and sizes, and the same strides where the
+graph observes them.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +31,16 @@ from .pattern import CHEAP, Match, Matcher, Pattern, last_operation
 from .replay import fake_mode_of
 from .report import Report
 
-# Metadata copied to a new node: its origin in the user's code.
+# Keys of a node's meta that say which of the user's code it is from; copied to new nodes.
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
-# Returns the op that replaces a match and its arguments, or raises Refused.
+# Function that returns the op that replaces a match, and the op's arguments, or raises Refused.
 Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class InDtypesOfInputs:
-    """A replacement whose op runs in the dtypes of its inputs, also under autocast."""
+    """A replacement whose op runs in the dtypes of its inputs under autocast too."""
 
     replacement: Replacement
 
@@ -55,15 +63,15 @@ def replace_all(
 ) -> None:  # fmt: skip
     """Replace every match by the op of the first spelling that matches exactly.
 
-    `by_rows`: the op computes each row of its first argument, along the last dimension, on its own,
-    so that the order of the rows does not matter.
+    `by_rows` says that the op computes each row of its first argument, along the last dimension, on
+    its own, so that the order of the rows does not matter.
     """
 
     def put(match: Match, replacement: Replacement, search: Search) -> fx.Node:
         outside = runs_outside(match, replacement)
         with modes_of(match.root, search.state, outside) as is_outside:
             target, args = replacement(match)
-            not_written_since(args, match, search.state)
+            require_unwritten_sources(args, match, search.state)
             new = (emit_by_rows if by_rows else emit)(match.root, target, args)
             search.replace((match, new))
         if is_outside:
@@ -77,16 +85,20 @@ def put_all(
     graph: fx.Graph, report: Report, name: str, spellings: Sequence[tuple[Matcher, Any]],
     put: Callable[[Match, Any, Search], fx.Node],
 ) -> None:  # fmt: skip
-    """Replace every match, of the first spelling for which `put` does it and returns the op."""
+    """Replace every match by `put`, with the first spelling that it does not refuse.
+
+    `put(match, data, search)` replaces a match, and returns the op's node. `spellings` are pairs of
+    a matcher and this data.
+    """
     search = Search(graph, report, name)
-    for match, what in search.matches(spellings):
-        search.attempt(match, put, what, search)
+    for match, data in search.matches(spellings):
+        search.attempt(match, put, data, search)
     search.finish()
 
 
 @contextlib.contextmanager
 def reported(graph: fx.Graph, report: Report, op: str, node: fx.Node) -> Iterator[None]:
-    """An attempt to replace a node by an op, which is reported if it is refused."""
+    """Try to replace `node` by an op in the body; report it if the body raises Refused."""
     try:
         with attempt(graph):
             yield
@@ -95,27 +107,31 @@ def reported(graph: fx.Graph, report: Report, op: str, node: fx.Node) -> Iterato
 
 
 def runs_outside(match: Match, replacement: Replacement) -> bool:
-    """Whether autocast would cast an input of the op, which the code computes with as it is."""
+    """Return whether the op must run outside autocast, which would cast its inputs to float32.
+
+    The code that it replaces computes with the inputs as they are.
+    """
     if not isinstance(replacement, InDtypesOfInputs):
         return False
-    dtypes = {value(one).dtype for one in match.values.values() if is_tensor(one)}
+    dtypes = {value(x).dtype for x in match.values.values() if is_tensor(x)}
     return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
-def not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
+def require_unwritten_sources(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
     """Raise Refused if the op would read the source of a cast that was written after the cast."""
-    inputs = {one for one in match.values.values() if isinstance(one, fx.Node)}
-    for source in {one for one in args if isinstance(one, fx.Node)} - inputs - match.nodes:
-        casts = [one for one in inputs if source in one.all_input_nodes]
+    inputs = {x for x in match.values.values() if isinstance(x, fx.Node)}
+    # Arguments that are neither: a replacement took the source of an input that is a cast.
+    for source in {x for x in args if isinstance(x, fx.Node)} - inputs - match.nodes:
+        casts = [x for x in inputs if source in x.all_input_nodes]
         if any(state.written([source], cast, match.root) for cast in casts):
             raise Refused(f"{source.name}, which it casts, is written in place afterwards")
 
 
 class Search:
-    """The matches of one rewrite in a graph, and whether each was used or refused.
+    """The matches of one rewrite in a graph: which were used, which were refused, and why.
 
-    `shared` are targets of calls whose results may also be used outside of a match. The rewrite
-    itself decides what becomes of these matches.
+    `shared` are targets of calls whose results may also be used outside of a match: it is the
+    rewrite that decides about these.
     """
 
     def __init__(
@@ -130,10 +146,10 @@ class Search:
         self._calls: Known = {}
 
     def matches(self, spellings: Sequence[tuple[Matcher, Any]]) -> Iterator[tuple[Match, Any]]:
-        """The exact matches, from the end of the graph to its start.
+        """Yield the exact matches, with the second item of their spelling, from the graph's end on.
 
-        In this order a pattern with a further operation is found before one without. A node is the
-        last of at most one match.
+        In this order a pattern with one more operation at its end is found before the pattern
+        without. A node is the last of at most one match that is not refused.
         """
         for node in self.report.visiting(self.name, reversed(list(self.graph.nodes))):
             if node in self._covered or node in self._set_aside:
@@ -145,8 +161,8 @@ class Search:
                 continue
             if foreign([node]):
                 continue
-            close: list[tuple[Match, str]] = []
-            for pattern, what in spellings:
+            near_misses: list[tuple[Match, str]] = []
+            for pattern, data in spellings:
                 if pattern.op != op:
                     continue
                 with self.state.modes_of(node), unchanged(self.graph, self._calls):
@@ -155,28 +171,29 @@ class Search:
                     continue
                 reason = match.difference or match_obstacle(match, self.state, self.shared)
                 if reason is not None:
-                    close.append((match, reason))
+                    near_misses.append((match, reason))
                     continue
-                refused = len(self._refused)
-                yield match, what
+                refused_before = len(self._refused)
+                yield match, data
+                # The rewrite may have changed the graph.
                 self._calls.clear()
-                if len(self._refused) == refused:
-                    close = []
+                if len(self._refused) == refused_before:
+                    near_misses = []
                     break
-            self._refused += close
+            self._refused += near_misses
 
     def set_aside(self, match: Match) -> None:
-        """Do not look for other matches that end within this one, used or not."""
+        """Look for no further matches that end within this one, whether it is used or not."""
         self._set_aside |= match.nodes
 
     def replace(self, *pairs: tuple[Match, fx.Node]) -> None:
-        """Replace each match by its node, or raise Refused."""
+        """Replace each match by the node beside it, or raise Refused."""
         nodes = {node for match, _ in pairs for node in match.nodes}
         replace([(match.root, new) for match, new in pairs], nodes, self.state)
         self._covered |= nodes
 
     def attempt(self, match: Match, put: Callable[..., fx.Node], *args: Any) -> None:
-        """Let `put(match, *args)` replace a match by an op, and note that or why it is refused."""
+        """Let `put(match, *args)` replace a match by an op; record the op, or why it is refused."""
         try:
             with attempt(self.graph):
                 self.used(put(match, *args))
@@ -190,15 +207,19 @@ class Search:
         self._refused.append((match, reason))
 
     def finish(self) -> None:
-        """Write the report, in the order of the graph."""
+        """Report the uses and refusals, in the order of the graph.
+
+        Of several near misses that share nodes the last in the graph is reported, and none that
+        shares nodes with a match that was used.
+        """
         for node in reversed(self._used):
             self.report.used(self.name, node)
-        told = set(self._covered)
+        reported = set(self._covered)
         refused = []
         for match, reason in self._refused:
-            if not match.nodes & told:
+            if not match.nodes & reported:
                 refused.append((match.root, reason))
-                told |= match.nodes
+                reported |= match.nodes
         for root, reason in reversed(refused):
             self.report.refused(self.name, root, reason)
 
@@ -207,14 +228,15 @@ def obstacle(
     roots: Collection[fx.Node], nodes: Collection[fx.Node], values: Iterable[Any],
     state: GraphState, shared: Collection[Any] = (),
 ) -> str | None:  # fmt: skip
-    """Reason that nodes which compute `roots` from `values` cannot be replaced, or None.
+    """Return why `nodes`, which compute `roots` from `values`, cannot be replaced, or None.
 
-    A value may be used elsewhere, unless it is the result of a call of a target in `shared`; modes
-    may be mixed, a tensor may be written in place.
+    An intermediate value is used elsewhere, unless its target is in `shared`; or the nodes run in
+    several modes; or an input is no plain tensor; or a tensor is written in place between them.
     """
     computed = set()
     for node in nodes:
         call = canonical(node)
+        # The result of an identity is an input or a value that is checked itself.
         if call is not None and call.op == IDENTITY:
             continue
         computed.add(node)
@@ -225,9 +247,10 @@ def obstacle(
             return reason
     if not state.one_mode(computed):
         return "its operations run in different gradient or autocast modes"
-    inputs = [one for one in values if isinstance(one, fx.Node)]
+    inputs = [x for x in values if isinstance(x, fx.Node)]
     if reason := foreign(inputs):
         return reason
+    # The op reads its inputs where the last node stands, and the code reads them from the first on.
     first, *_, last = sorted((*nodes, *roots), key=state.order.__getitem__)
     if state.written([*nodes, *inputs], first, last):
         return "a tensor is written in place between its operations"
@@ -235,11 +258,12 @@ def obstacle(
 
 
 def match_obstacle(match: Match, state: GraphState, shared: Collection[Any] = ()) -> str | None:
+    """Return the `obstacle` to replacing a match, or None."""
     return obstacle([match.root], match.nodes, match.values.values(), state, shared)
 
 
 def used_elsewhere(node: fx.Node, matched: Collection[fx.Node]) -> str | None:
-    """Reason that a value on the way to a result has to stay, or None."""
+    """Return why an intermediate value has to be computed still, or None if it has not."""
     outside = next((user for user in node.users if user not in matched), None)
     if outside is None:
         return None
@@ -247,17 +271,17 @@ def used_elsewhere(node: fx.Node, matched: Collection[fx.Node]) -> str | None:
 
 
 def foreign(inputs: Iterable[Any]) -> str | None:
-    """Reason the ops do not accept a tensor in `inputs`, such as a DTensor, or None."""
-    for one in inputs:
-        known = value(one)
-        if isinstance(known, Tensor) and not is_plain(known):
-            return f"{one} is a {type(known).__name__}, not a plain dense tensor"
+    """Return why the ops do not accept one of `inputs`, such as a DTensor, or None."""
+    for x in inputs:
+        example = value(x)
+        if isinstance(example, Tensor) and not is_plain(example):
+            return f"{x} is a {type(example).__name__}, not a plain dense tensor"
     return None
 
 
 @contextlib.contextmanager
 def attempt(graph: fx.Graph) -> Iterator[None]:
-    """Erase the nodes that were inserted in the context if it raises Refused."""
+    """Erase the nodes that the body inserted if it raises Refused."""
     before = set(graph.nodes)
     try:
         yield
@@ -273,8 +297,10 @@ def replace(
 ) -> None:
     """Replace the first node of each pair by the second; erase matched nodes that become unused.
 
-    Raises Refused, and changes nothing, if a new value has another dtype, device or sizes, strides
-    that the graph would observe, or memory that another node shares.
+    Raises:
+        Refused: a new value has another dtype, device or sizes, or other strides that the graph
+            would observe; or a node that is kept shares memory with an old value. Then nothing is
+            changed.
     """
     check_results({root: value(new) for root, new in pairs}, state)
     for root, _ in pairs:
@@ -289,15 +315,15 @@ def replace(
 def check_results(results: Mapping[fx.Node, Any], state: GraphState) -> None:
     """Raise Refused if new results differ in dtype, device or sizes, or observably in strides."""
     for node, after in results.items():
-        for what in ("dtype", "shape", "device"):
-            if not same(getattr(after, what), getattr(value(node), what)):
+        for name in ("dtype", "shape", "device"):
+            if not same(getattr(after, name), getattr(value(node), name)):
                 raise Refused(
-                    f"the result would have the {what} {getattr(after, what)}, "
-                    f"not {getattr(value(node), what)}"
+                    f"the result would have the {name} {getattr(after, name)}, "
+                    f"not {getattr(value(node), name)}"
                 )
-    moved = {n: y for n, y in results.items() if not same(y.stride(), value(n).stride())}
-    if reason := noticed(moved, state):
-        node, after = next(iter(moved.items()))
+    restrided = {n: y for n, y in results.items() if not same(y.stride(), value(n).stride())}
+    if reason := noticed(restrided, state):
+        node, after = next(iter(restrided.items()))
         raise Refused(
             f"the result would have the strides {after.stride()}, not {value(node).stride()},"
             f" {reason}"
@@ -305,11 +331,14 @@ def check_results(results: Mapping[fx.Node, Any], state: GraphState) -> None:
 
 
 def _sharing(root: fx.Node, matched: Collection[fx.Node], state: GraphState) -> fx.Node | None:
-    """A node that shares memory with `root`, is kept, and is not computed from `root`."""
+    """Return a node that shares memory with `root`, is kept, and is not computed from `root`.
+
+    The op's result is new memory, which such a node would not share.
+    """
     order = state.order
     for node in state.sharing(root):
-        stays = any(user not in matched for user in node.users)
-        if stays and root not in needed_by(node, end=lambda one: order[one] <= order[root]):
+        is_kept = any(user not in matched for user in node.users)
+        if is_kept and root not in needed_by(node, end=lambda n: order[n] <= order[root]):
             return node
     return None
 
@@ -317,15 +346,17 @@ def _sharing(root: fx.Node, matched: Collection[fx.Node], state: GraphState) -> 
 def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     """Insert a call of `target` before `root`, which it is to replace.
 
-    Raises Refused with the op's own message if the op does not accept the arguments.
+    Raises:
+        Refused: the op does not accept the arguments; the text is the op's own message.
     """
     return insert(root, target, args, run(target, args))
 
 
 def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """`emit` for an op whose result is contiguous, if x and the old result are transposed.
+    """Insert a call of an op by rows, on x with its dimensions in the order of memory.
 
-    An example is the heads of a projection, viewed as (B, heads, S, D).
+    x and the old result may be transposed, as the heads of a projection viewed as (B, heads, S, D)
+    are. The op's result is contiguous: computed from x as it is, it would have other strides.
     """
     x, before = args[0], value(root)
     swapped = next(
@@ -344,7 +375,7 @@ def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 def run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
-    """The result of `target` on the example values of `args`; `kwargs` are constants."""
+    """Run `target` on the example values of `args`; `kwargs` are constants."""
     values = pytree.tree_map(value, args)
     try:
         with fake_mode_of(pytree.tree_leaves(values)):
@@ -357,7 +388,7 @@ def insert(
     before: fx.Node, target: Any, args: tuple[Any, ...], result: Any,
     kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> fx.Node:  # fmt: skip
-    """Insert a node with a known result before another, with the origin of that."""
+    """Insert a call with the example value `result` before a node, with that node's origin."""
     graph = before.graph
     with graph.inserting_before(before):
         new = graph.call_function(target, args, dict(kwargs))
@@ -367,19 +398,19 @@ def insert(
 
 
 def derive(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a node that is computed from others, before `before`; `kwargs` are constants."""
+    """Insert a call before a node, and compute its example value; `kwargs` are constants."""
     return insert(before, target, args, run(target, args, kwargs), kwargs)
 
 
 def viewed(at: fx.Node, x: fx.Node, views: Iterable[View]) -> fx.Node:
-    """These views of x, inserted before `at`."""
+    """Insert views of x before `at`, one upon the other, and return the last."""
     for function, *arguments in views:
         x = derive(at, function, x, *arguments)
     return x
 
 
 def items(of: fx.Node, count: int) -> list[fx.Node]:
-    """Insert nodes for the first `count` results of a node that has several."""
+    """Insert nodes for the first `count` results of `of`, which returns several."""
     results: list[fx.Node] = []
     after = of
     for i, result in enumerate(of.meta["example_value"][:count]):
@@ -393,7 +424,7 @@ def items(of: fx.Node, count: int) -> list[fx.Node]:
 
 
 def number(argument: Any) -> Any:
-    """A number that an op takes as a float: a constant, or a node whose value is a number."""
+    """Return a number as an op takes it: a float, or a node whose value is a symbolic number."""
     known = value(argument)
     if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat, torch.SymInt)):
         raise Refused(f"{argument} is not a number that is known at compile time")
@@ -401,17 +432,20 @@ def number(argument: Any) -> Any:
 
 
 def before_widening(argument: Any) -> Any:
-    """What is cast to float32, without a change of value, for an op that computes in it anyhow."""
+    """Return the source of a cast to float32 that changes no value, or the argument itself.
+
+    It is for an op that computes in float32 anyhow.
+    """
     call = calls(argument, "cast")
     source = None if call is None else dtype_of(call.args[0])
     if call is None or source is None or not has_arithmetic(source):
         return argument
-    is_same = call.args[1] is torch.float32 and represents(torch.float32, source)
-    return call.args[0] if is_same else argument
+    is_exact = call.args[1] is torch.float32 and represents(torch.float32, source)
+    return call.args[0] if is_exact else argument
 
 
-def of_one_shape(a: Any, b: Any) -> None:
+def require_same_shape(a: Any, b: Any) -> None:
     """Raise Refused if two tensors are broadcast against each other."""
-    shapes = [tuple(value(one).shape) if is_tensor(one) else one for one in (a, b)]
+    shapes = [tuple(value(x).shape) if is_tensor(x) else x for x in (a, b)]
     if not same(*shapes):
         raise Refused(f"{shapes[0]} and {shapes[1]} are broadcast against each other")

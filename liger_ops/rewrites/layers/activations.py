@@ -1,9 +1,11 @@
-"""Activations as models write them: SwiGLU, the clamped SwiGLU of GPT-OSS and DeepSeek-V4 and what
-is one without a limit, GEGLU with the exact GELU and its approximation by tanh, and the squared
-ReLU of Nemotron. The halves of a packed projection are views, and are not copied.
+"""Activations as models write them.
 
-The ops of gated activations compute in float32 and round once. Eager code in a narrower dtype
-rounds the activation before the product; compiled by Inductor, it does not either.
+These are SwiGLU, the clamped SwiGLU of GPT-OSS and DeepSeek-V4 with or without a limit, GEGLU with
+the exact GELU or its approximation by tanh, and the squared ReLU of Nemotron. The halves of a
+packed projection are views, and are not copied.
+
+The ops of gated activations compute in float32 and round once. In a narrower dtype, eager code also
+rounds the activation before the product, which the same code compiled by Inductor does not.
 """
 
 from __future__ import annotations
@@ -19,36 +21,37 @@ from torch import Tensor, fx
 from ..engine.canonical import same, value
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Refused, before_widening, number, of_one_shape, replace_all
+from ..engine.rewrite import Refused, before_widening, number, replace_all, require_same_shape
 
 
 def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:
-    """clamped_swiglu without a limit, which the backend leaves to Inductor and `fuse` does not."""
+    """Replace code of a clamped_swiglu without a limit: only `fuse` does, not the backend."""
     replace_all(graph, report, "clamped_swiglu", UNLIMITED)
 
 
 def _swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    # Only `beam` widens both, and one of them may have been matched after its cast.
+    # Beam's code alone widens both gate and up, and may match one of them before its cast and the
+    # other after it. The op takes two tensors of one dtype.
     gate, up = match["gate"], match["up"]
     if value(gate).dtype != value(up).dtype:
         gate, up = before_widening(gate), before_widening(up)
-    of_one_shape(gate, up)
+    require_same_shape(gate, up)
     multiplier = number(match["multiplier"]) if "multiplier" in match.values else 1.0
     return torch.ops.liger.swiglu.default, (gate, up, multiplier)
 
 
 def _clamped_swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    of_one_shape(match["gate"], match["up"])
+    require_same_shape(match["gate"], match["up"])
     limit = number(match.values.get("limit", math.inf))
     if "lower" in match.values and not same(value(number(match["lower"])), -value(limit)):
         raise Refused("up is clamped to other bounds than -limit and limit")
-    alpha, up_offset = (match.values.get(*one) for one in (("alpha", 1.0), ("up_offset", 0.0)))
+    alpha, up_offset = (match.values.get(*key) for key in (("alpha", 1.0), ("up_offset", 0.0)))
     args = (match["gate"], match["up"], number(alpha), limit, number(up_offset))
     return torch.ops.liger.clamped_swiglu.default, args
 
 
 def _geglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    of_one_shape(match["gate"], match["up"])
+    require_same_shape(match["gate"], match["up"])
     approximate = match.values.get("approximate", "tanh")
     if approximate not in ("tanh", "none"):
         raise Refused(f"approximate is {approximate!r}")
@@ -78,7 +81,7 @@ def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 SWIGLU = [
-    # Falcon-H1, Beam, Lumina and Llama.
+    # In this order: Falcon-H1, Beam, Lumina and Llama.
     (_halves(lambda gate, up, multiplier: up * F.silu(gate * multiplier), multiplier=0.5), _swiglu),
     (_halves(lambda gate, up: (F.silu(gate.float()) * up.float()).to(gate.dtype)), _swiglu),
     (_halves(lambda gate, up: F.silu(gate.float()).to(gate.dtype) * up), _swiglu),

@@ -1,8 +1,10 @@
-"""Experts that each compute every token, scaled by its score, as Llama 4 writes them.
+"""Mixtures of experts in which every expert computes every token, as Llama 4 writes them.
 
-A row with the score 0 is a row of zeros, of which an expert without biases computes zeros, with
-gradients of zero. So the experts of the K largest scores compute the same sum, if no more than K
-scores of a token are not 0. That is proved: the scores are sigmoids of K values among -inf.
+Each expert's copy of a token is multiplied by the token's score for this expert. With the score 0
+the row is zeros, and an expert without biases computes zeros from it, with gradients of zero. If a
+token has at most K scores other than 0, the experts of its K largest scores therefore compute the
+same sum. The rewrite proves this bound from the code: the scores are sigmoids of K values scattered
+among -inf.
 """
 
 from __future__ import annotations
@@ -51,27 +53,28 @@ def _put(match: Match, activation: str, search: Search) -> fx.Node:
 
 
 def _count(match: Match, state: GraphState) -> int:
-    """How many scores of a token may be other than 0."""
+    """Return K: how many scores of a token may be other than 0."""
     scores, tokens, E = match["scores"], value(match["x"]).shape[0], value(match["down"]).shape[0]
     with state.modes_of(scores):
-        found = SCORES.match(scores)
-    if found is None or found.difference is not None:
+        scores_match = SCORES.match(scores)
+    if scores_match is None or scores_match.difference is not None:
         raise Refused("its scores are not sigmoids of a few values among -inf")
     if not same(tuple(value(scores).shape), (tokens, E)):
         raise Refused(f"its scores have the shape {tuple(value(scores).shape)}")
-    (scatter,) = (node for node in found.nodes if calls(node, "scatter"))
-    first = min(found.nodes, key=state.order.__getitem__)
-    # The scatter itself may be in place.
+    (scatter,) = (node for node in scores_match.nodes if calls(node, "scatter"))
+    first = min(scores_match.nodes, key=state.order.__getitem__)
+    # The scatter itself may be in place: its result is what the pattern expects.
     for start, end in ((first, scatter.prev), (scatter.next, match.root)):
-        if state.written(found.nodes, start, end):
+        if state.written(scores_match.nodes, start, end):
             raise Refused("its scores are written in place")
-    count = value(found["index"]).shape[1]
+    count = value(scores_match["index"]).shape[1]
     if not isinstance(count, int):
         raise Refused("the number of its scores is not known at compile time")
     return count
 
 
 def _sum_of_chosen(match: Match, count: int, activation: str) -> fx.Node:
+    """Insert the op for the `count` experts of a token's largest scores, and the sum over these."""
     make = functools.partial(derive, match.root)
     largest = make(torch.topk, match["scores"], count, 1)
     scores, index = (make(operator.getitem, largest, i) for i in range(2))
@@ -79,9 +82,10 @@ def _sum_of_chosen(match: Match, count: int, activation: str) -> fx.Node:
     x, by = make(torch.unsqueeze, match["x"], 1), make(torch.unsqueeze, scores, 2)
     rows = make(torch.reshape, make(torch.multiply, x, by), (-1, D))
     weights = (make(torch.transpose, match[name], 1, 2) for name in ("gate_up", "down"))
-    one = make(torch.ones_like, make(torch.reshape, scores, (-1, 1)))
+    # The rows are scaled before the experts, so that the op is to weight their results by 1.
+    ones = make(torch.ones_like, make(torch.reshape, scores, (-1, 1)))
     args = (
-        rows, *weights, make(torch.reshape, index, (-1, 1)), one, None, None, activation,
+        rows, *weights, make(torch.reshape, index, (-1, 1)), ones, None, None, activation,
     )  # fmt: skip
     y = emit(match.root, torch.ops.liger.moe_experts.default, args)
     return make(torch.sum, make(torch.reshape, y, (-1, count, D)), 1)

@@ -1,4 +1,4 @@
-"""A residual addition and the rms_norm of the sum, in one op that returns both.
+"""A residual addition and the rms_norm of the sum, in one op that returns the norm and the sum.
 
 Runs after the rewrite rms_norm, on the ops that it inserted and on those of the user's code.
 """
@@ -22,16 +22,16 @@ OP = "fused_add_rms_norm"
 def rewrite(graph: fx.Graph, report: Report) -> None:
     state = GraphState(graph)
     for norm in report.visiting(OP, list(graph.nodes)):
-        if (found := calls(norm, "liger.rms_norm")) is None:
+        if (norm_call := calls(norm, "liger.rms_norm")) is None:
             continue
-        total, *options = found.args
-        call = calls(total, "add")
-        if call is None or not all(map(is_tensor, call.args)):
+        total, *options = norm_call.args
+        add_call = calls(total, "add")
+        if add_call is None or not all(map(is_tensor, add_call.args)):
             continue
         if state.transformed(norm):
             continue
         with reported(graph, report, OP, norm):
-            _fuse(norm, total, options, call.args, state, report)
+            _fuse(norm, total, options, add_call.args, state, report)
 
 
 def _fuse(

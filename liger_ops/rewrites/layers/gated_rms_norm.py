@@ -28,7 +28,7 @@ def _op(norm_before_gate: bool, activation: str, casting_mode: str) -> Any:
         if not is_tensor(weight, dim=1):
             raise Refused("the weight is not a row")
         options = (norm_before_gate, _group_size(match), activation, casting_mode)
-        # The op widens gate itself.
+        # The op computes with the gate in float32 itself.
         args = (x, before_widening(match["gate"]), weight, number(match["eps"]), *options)
         return torch.ops.liger.gated_rms_norm.default, args
 
@@ -36,7 +36,7 @@ def _op(norm_before_gate: bool, activation: str, casting_mode: str) -> Any:
 
 
 def _group_size(match: Match) -> Any:
-    """The size of a group, or None for whole rows."""
+    """Return the size of a group, or None if the norm is over whole rows."""
     if "groups" not in match.values:
         return None
     N = value(match["x"]).shape[-1]
@@ -53,9 +53,12 @@ _GROUPS: dict[str, Any] = {**_ROWS, "groups": [2, 3, 2, 4], "whole": [2, 3, 8]}
 _ALL_GROUPS: dict[str, Any] = {**_GROUPS, "weight_groups": [2, 4]}
 
 
-def forms(activation: Activation) -> tuple[tuple[Callable[..., Tensor], Any, bool, str], ...]:
-    """The code of models, its examples, whether the norm is before the gate, and where the code
-    rounds."""
+def model_codes(activation: Activation) -> tuple[tuple[Callable[..., Tensor], Any, bool, str], ...]:
+    """Return the models' code for an activation of the gate.
+
+    Each item has the code, examples of its arguments, whether the norm is before the gate, and the
+    casting mode.
+    """
 
     def opened(gate: Tensor) -> Tensor:
         return activation(gate.float())
@@ -94,5 +97,5 @@ def forms(activation: Activation) -> tuple[tuple[Callable[..., Tensor], Any, boo
 SPELLINGS = [
     (Pattern(code, **examples), _op(norm_before_gate, name, casting_mode))
     for name, activation in ACTIVATIONS.items()
-    for code, examples, norm_before_gate, casting_mode in forms(activation)
+    for code, examples, norm_before_gate, casting_mode in model_codes(activation)
 ]

@@ -1,8 +1,9 @@
 """The coefficients of a manifold-constrained hyper-connection, as models write them.
 
-Sinkhorn's iterations are unrolled in the graph, and each iterate is used twice: a pattern would
-visit the first one 2 ** 40 times. They are followed back from the last division to the softmax, and
-what is before that, and the other two results, are patterns.
+Sinkhorn's iterations are unrolled in the graph, and each iterate is used twice: after 40 divisions
+a pattern would visit the first one 2 ** 40 times. Instead the divisions are followed back from the
+last one to the softmax. The code of the softmax, and of the other two results, is matched by
+patterns.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from ..engine.rewrite import (
 
 OP = "mhc_coeffs"
 
-# Operations between a piece of the projection and the result that is computed from it.
+# Most operations between a piece of the projection and the result that is computed from it.
 FURTHEST = 6
-Rows = Callable[[Tensor], Tensor]
+# Function that views the streams of each token as one row.
+AsRows = Callable[[Tensor], Tensor]
 INPUTS = ("x", "fn", "base", "scale", "rms_eps")
 
 
@@ -48,7 +50,7 @@ def flattened(x: Tensor) -> Tensor:
     return x.flatten(2)
 
 
-def mix(rows: Rows, x: Tensor, fn: Tensor, rms_eps: float) -> Any:
+def mix(rows: AsRows, x: Tensor, fn: Tensor, rms_eps: float) -> Any:
     hc = x.shape[-2]
     wide = rows(x).to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + rms_eps)
@@ -61,17 +63,17 @@ def bias(x: Tensor, base: Tensor) -> Any:
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """The patterns of the three results, for one spelling of a token's streams as a row."""
+class ResultPatterns:
+    """The patterns of the three results, for one way to view a token's streams as a row."""
 
     pre: Pattern
     post: Pattern
     softmax: Pattern
 
 
-def spelling(rows: Rows) -> Spelling:
-    def gate(part: int, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Any:
-        logits = mix(rows, x, fn, rms_eps)[part] * scale.unbind(0)[part] + bias(x, base)[part]
+def spelling(rows: AsRows) -> ResultPatterns:
+    def gate(i: int, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Any:
+        logits = mix(rows, x, fn, rms_eps)[i] * scale.unbind(0)[i] + bias(x, base)[i]
         return torch.sigmoid(logits)
 
     def softmax(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Tensor:
@@ -83,9 +85,9 @@ def spelling(rows: Rows) -> Spelling:
     sizes: dict[str, Any] = {
         "x": (5, 7, 2, 3), "fn": (8, 6), "base": (8,), "scale": (3,), "rms_eps": 1e-6,
     }  # fmt: skip
-    return Spelling(
-        Pattern(lambda pre_eps, **of: gate(0, **of) + pre_eps, **sizes, pre_eps=0.5),
-        Pattern(lambda post_mult, **of: post_mult * gate(1, **of), **sizes, post_mult=2.5),
+    return ResultPatterns(
+        Pattern(lambda pre_eps, **args: gate(0, **args) + pre_eps, **sizes, pre_eps=0.5),
+        Pattern(lambda post_mult, **args: post_mult * gate(1, **args), **sizes, post_mult=2.5),
         Pattern(softmax, **sizes),
     )
 
@@ -95,9 +97,13 @@ SPELLINGS = (spelling(viewed), spelling(flattened))
 
 @dataclass(frozen=True)
 class Sinkhorn:
-    """The divisions by sums in a graph, from the last one back.
+    """The alternating divisions of a matrix by the sums of its columns and of its rows.
 
-    `start` is what is divided first, and dims are the dimensions of the sums, from the first.
+    Attributes:
+        start: the matrix that is divided first.
+        dims: the dimension of each sum, in the order of computation.
+        eps: the number added to each sum, from the last.
+        nodes: the nodes of the divisions.
     """
 
     start: Any
@@ -106,7 +112,10 @@ class Sinkhorn:
     nodes: frozenset[fx.Node]
 
     def softmax(self) -> fx.Node:
-        """The softmax that the iterations start from; Refused if this is not the op's iteration."""
+        """Return the softmax that the iterations start from.
+
+        Raises Refused if the op computes another iteration.
+        """
         if self.dims[0] != -2 or self.dims[-1] != -2:
             raise Refused("its divisions do not start and end with the columns")
         start = calls(self.start, "add")
@@ -124,18 +133,18 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     for last in report.visiting(OP, reversed(list(graph.nodes))):
         if last in seen or state.transformed(last):
             continue
-        found = _sinkhorn(last)
-        if found is None:
+        sinkhorn = _sinkhorn(last)
+        if sinkhorn is None:
             continue
-        seen |= found.nodes
+        seen |= sinkhorn.nodes
         with reported(graph, report, OP, last), state.modes_of(last):
-            report.used(OP, _replace(last, found, state))
+            report.used(OP, _replace(last, sinkhorn, state))
 
 
 def _sinkhorn(last: fx.Node) -> Sinkhorn | None:
-    """Follow divisions by the sums of columns and rows, by turns, back from the last one.
+    """Follow alternating divisions by the sums of columns and rows back from the last one.
 
-    A single division is not an iteration unless it is of the columns of a softmax: routers divide
+    A single division counts only if it divides a softmax by the sums of its columns: routers divide
     their weights by a sum too.
     """
     node: Any = last
@@ -150,16 +159,19 @@ def _sinkhorn(last: fx.Node) -> Sinkhorn | None:
         node = matrix
     if not dims:
         return None
-    found = Sinkhorn(node, tuple(dims), tuple(eps), frozenset(nodes))
+    sinkhorn = Sinkhorn(node, tuple(dims), tuple(eps), frozenset(nodes))
     if len(dims) == 1:
         start = calls(node, "add")
         if dims[0] != -2 or start is None or calls(start.args[0], "softmax") is None:
             return None
-    return found
+    return sinkhorn
 
 
 def _divided(node: Any) -> tuple[Any, int, Any, set[fx.Node]] | None:
-    """The matrix, the dimension, the number added and the nodes of matrix / (its sums + number)."""
+    """Read matrix / (its sums over a dimension + number).
+
+    Returns the matrix, the dimension, the number, and the nodes of the division.
+    """
     division = calls(node, "div")
     added = division and calls(division.args[1], "add")
     if not division or not added:
@@ -173,24 +185,24 @@ def _divided(node: Any) -> tuple[Any, int, Any, set[fx.Node]] | None:
     return matrix, total.args[1][0], added.args[1], {node, division.args[1], added.args[0]}
 
 
-def _replace(last: fx.Node, found: Sinkhorn, state: GraphState) -> fx.Node:
-    written, res = _spelled(found.softmax())
+def _replace(last: fx.Node, sinkhorn: Sinkhorn, state: GraphState) -> fx.Node:
+    patterns, res = _matching_patterns(sinkhorn.softmax())
     split = next(node for node in res.nodes if _is_split(node))
     others = {
-        "h_pre": _one(written.pre, split, res, "pre_eps"),
-        "h_post": _one(written.post, split, res, "post_mult"),
+        "h_pre": _matching_result(patterns.pre, split, res, "pre_eps"),
+        "h_post": _matching_result(patterns.post, split, res, "post_mult"),
     }
     roots = [others["h_pre"].root, others["h_post"].root, last]
-    nodes = {*found.nodes, found.start, *res.nodes}.union(*(one.nodes for one in others.values()))
+    nodes = {*sinkhorn.nodes, sinkhorn.start, *res.nodes}.union(*(m.nodes for m in others.values()))
     inputs = (*res.values.values(), before_widening(res["fn"]))
     if reason := obstacle(roots, nodes, inputs, state):
         raise Refused(reason)
     at = min(roots, key=state.order.__getitem__)
     phi = derive(at, torch.transpose, before_widening(res["fn"]), 0, 1)
     alphas = [derive(at, operator.getitem, res["scale"], i) for i in range(3)]
-    eps = number(found.eps[0])
+    eps = number(sinkhorn.eps[0])
     options = (
-        (len(found.dims) + 1) // 2, number(res["rms_eps"]), number(others["h_pre"]["pre_eps"]),
+        (len(sinkhorn.dims) + 1) // 2, number(res["rms_eps"]), number(others["h_pre"]["pre_eps"]),
         eps, number(others["h_post"]["post_mult"]),
     )  # fmt: skip
     args = (res["x"], phi, res["base"], *alphas, *options)
@@ -200,25 +212,31 @@ def _replace(last: fx.Node, found: Sinkhorn, state: GraphState) -> fx.Node:
 
 
 def _is_split(node: fx.Node) -> bool:
-    """Whether it is the split of the projection, not that of the bias."""
+    """Return whether a node is the split of the projection, not that of the bias."""
     call = calls(node, "split")
     return call is not None and value(call.args[0]).dim() > 1
 
 
-def _spelled(node: fx.Node) -> tuple[Spelling, Match]:
-    """The spelling that the softmax matches, and the match."""
+def _matching_patterns(node: fx.Node) -> tuple[ResultPatterns, Match]:
+    """Return the patterns that the code of the softmax matches, and the match.
+
+    Raises Refused if there are none.
+    """
     reason = "the matrix's logits are not those of the op"
-    for one in SPELLINGS:
-        match = one.softmax.match(node)
+    for patterns in SPELLINGS:
+        match = patterns.softmax.match(node)
         if match is not None and match.difference is None:
-            return one, match
+            return patterns, match
         if match is not None:
             reason = f"the matrix's logits are not those of the op: {match.difference}"
     raise Refused(reason)
 
 
-def _one(pattern: Pattern, split: fx.Node, res: Match, option: str) -> Match:
-    """The one result that matches a pattern, of the inputs of `res`."""
+def _matching_result(pattern: Pattern, split: fx.Node, res: Match, option: str) -> Match:
+    """Return the match of a result that is computed from the projection and the inputs of `res`.
+
+    Raises Refused if there is none; `option` is its argument, for the reason.
+    """
     reason = f"its projection has no result with the option {option}"
     for node in _after(split):
         match = pattern.match(node)
@@ -236,9 +254,9 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _after(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that use a node, and those that use them, and so on, up to FURTHEST."""
+    """Yield the users of a node, their users, and so on, over at most FURTHEST operations."""
     waiting, seen = [node], {node}
     for _ in range(FURTHEST):
-        waiting = [user for one in waiting for user in one.users if user not in seen]
+        waiting = [user for used in waiting for user in used.users if user not in seen]
         seen.update(waiting)
         yield from dict.fromkeys(waiting)

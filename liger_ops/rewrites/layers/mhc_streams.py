@@ -1,4 +1,6 @@
-"""The streams of a hyper-connection before and after a layer, as models write them."""
+"""The streams of a hyper-connection, as models write them: their sum before a layer, mhc_pre, and
+their mixing after it, mhc_post_res.
+"""
 
 from __future__ import annotations
 
@@ -65,47 +67,47 @@ def _put(match: Match, op: Any, search: Search) -> fx.Node:
 
 
 def _weights(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The results h_pre of `mhc_coeffs` in a graph that no `mhc_pre` takes."""
+    """Yield the results h_pre of `mhc_coeffs` in a graph that no `mhc_pre` takes yet."""
     for node in graph.nodes:
         if node.target is not operator.getitem or node.args[1] != 0 or not node.users:
             continue
-        of: Any = node.args[0]
+        source: Any = node.args[0]
         taken = any(user.target is torch.ops.liger.mhc_pre.default for user in node.users)
-        if of.target is torch.ops.liger.mhc_coeffs_forward.default and not taken:
+        if source.target is torch.ops.liger.mhc_coeffs_forward.default and not taken:
             yield node
 
 
 def _after(h_pre: fx.Node) -> list[fx.Node]:
-    """The nodes of the weighted sum, from the last."""
-    found = [h_pre]
-    for node in found:
-        if len(found) < 6:
-            found += [user for user in node.users if user not in found]
-    return found[:0:-1]
+    """Return nodes that depend on h_pre, among them those of the weighted sum, from the last."""
+    users = [h_pre]
+    for node in users:
+        if len(users) < 6:
+            users += [user for user in node.users if user not in users]
+    return users[:0:-1]
 
 
 def _before_rounding(
-    given: fx.Node, match: Match, state: GraphState
+    coefficient: fx.Node, match: Match, state: GraphState
 ) -> tuple[fx.Node, set[fx.Node]]:
-    """A coefficient of the streams, and the nodes that it makes superfluous.
+    """Return a coefficient of the streams before it was rounded, and the nodes not needed any more.
 
     The code rounds h_post and h_res to the dtype of x, because PyTorch's product needs one dtype.
-    The op takes them in float32, and so does not round them or their gradients.
+    The op takes them in float32, where neither they nor their gradients are rounded.
     """
-    turned = calls(given, "transpose")
-    rounded = turned.args[0] if turned else given
+    transposed = calls(coefficient, "transpose")
+    rounded = transposed.args[0] if transposed else coefficient
     cast = calls(rounded, "cast")
     if cast is None or cast.args[1] != value(match["x"]).dtype:
-        return given, set()
+        return coefficient, set()
     source = cast.args[0]
     is_wide = is_tensor(source) and value(source).dtype is torch.float32
     if not is_wide or not state.one_mode([rounded, match.root]):
-        return given, set()
+        return coefficient, set()
     if state.written([source], rounded, match.root):
-        return given, set()
-    if turned is not None:
-        source = derive(match.root, torch.transpose, source, *turned.args[1])
-    return source, {given, rounded}
+        return coefficient, set()
+    if transposed is not None:
+        source = derive(match.root, torch.transpose, source, *transposed.args[1])
+    return source, {coefficient, rounded}
 
 
 _ARGUMENTS = ("x", "h_pre", "f_out", "h_post", "h_res")

@@ -34,39 +34,40 @@ from ..engine.rewrite import (
 NORMS = (torch.ops.liger.layer_norm.default, torch.ops.liger.rms_norm.default)
 
 
-def rewrite(of: str, graph: fx.Graph, report: Report) -> None:
-    search = Search(graph, report, f"modulated_{of}", shared=NORMS)
-    found: dict[fx.Node, list[_Modulation]] = defaultdict(list)
-    for match, replacement in search.matches(SPELLINGS[of]):
+def rewrite(norm_name: str, graph: fx.Graph, report: Report) -> None:
+    search = Search(graph, report, f"modulated_{norm_name}", shared=NORMS)
+    by_norm: dict[fx.Node, list[_Modulation]] = defaultdict(list)
+    for match, replacement in search.matches(SPELLINGS[norm_name]):
         try:
             modulation = _modulation_by(match, replacement, search)
         except Refused as refused:
             search.refuse(match, str(refused))
             continue
         search.set_aside(match)
-        found[modulation.norm].append(modulation)
-    for norm, modulations in found.items():
-        together = frozenset[fx.Node]().union(*(one.match.nodes for one in modulations))
+        by_norm[modulation.norm].append(modulation)
+    # A norm goes away only if all that uses it is modulations that become ops.
+    for norm, modulations in by_norm.items():
+        matched = frozenset[fx.Node]().union(*(m.match.nodes for m in modulations))
         try:
-            if reason := used_elsewhere(norm, together):
+            if reason := used_elsewhere(norm, matched):
                 raise Refused(reason)
-            search.replace(*((one.match, one.new) for one in modulations))
+            search.replace(*((m.match, m.new) for m in modulations))
         except Refused as refused:
-            for one in modulations:
-                erase_unused(one.new, {one.new, one.op})
-                search.refuse(one.match, str(refused))
+            for modulation in modulations:
+                erase_unused(modulation.new, {modulation.new, modulation.op})
+                search.refuse(modulation.match, str(refused))
             continue
         report.superseded(norm)
-        for one in modulations:
-            search.used(one.op)
+        for modulation in modulations:
+            search.used(modulation.op)
     search.finish()
 
 
 @dataclass(frozen=True)
 class _Modulation:
-    """A modulation of a norm's result, and the op that may replace it, cast to the code's dtype.
+    """A modulation of a norm's result, and the op that may replace both.
 
-    The op is in the graph, without users.
+    `op` is in the graph, without users; `new` is its result cast to the dtype of the code's.
     """
 
     match: Match
@@ -89,19 +90,24 @@ def _modulation_by(match: Match, replacement: Replacement, search: Search) -> _M
 
 
 def _is_widened(match: Match, op: fx.Node) -> bool:
-    """Whether autocast casts x to float32 for the op, as for the code's norm, and the code casts
-    the modulation back. In float64 it would round twice."""
+    """Return whether the op's result, which is float32 under autocast, is to be cast to x's dtype.
+
+    Autocast casts x to float32 for the op, as for the code's norm, and the code casts the result of
+    the modulation back. With scale or shift in float64 it would be rounded twice.
+    """
     x = value(match["x"])
-    given = (value(match[name]).dtype for name in ("scale", "shift") if name in match.values)
-    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in given:
+    dtypes = (value(match[name]).dtype for name in ("scale", "shift") if name in match.values)
+    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in dtypes:
         return False
     return value(op).dtype == torch.float32 and value(match.root).dtype == x.dtype != torch.float32
 
 
 def _rows(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
-    """x, scale and shift, if the op uses the rows of scale for x that PyTorch's broadcasting uses.
+    """Return x, scale and shift.
 
-    `unsqueezed`: the code gives scale one more dimension, for the tokens, before the product.
+    Raises Refused if the op would combine other rows of scale and x than PyTorch's broadcasting
+    does. `unsqueezed` says that the code adds a dimension to scale, for the tokens, before the
+    product.
     """
     x, scale = match["x"], match["scale"]
     known = value(scale)
@@ -113,13 +119,15 @@ def _rows(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
     return x, scale, match.values.get("shift")
 
 
-# Whether x is widened before the norm, and whether the code casts to x's dtype after it. In float32
-# first, which the others would match too, with a cast of x before. Then with and without the cast,
-# which differ under autocast, where the norm of a narrow x is float32.
+# Pairs: whether x is widened before the norm, and whether the code casts to x's dtype after it. The
+# widened norm comes first, because the others would match it too, with a cast of x before. The
+# other two, with and without the last cast, differ only under autocast, where the norm of a narrow
+# x is float32.
 CASTS = ((True, True), (False, True), (False, False))
-# Whether a dimension that stands for the tokens is added to the sum of scale with 1, as in
-# AdaLayerNormContinuous, or to scale before, as in DiT; and the examples. With the shift first: the
-# other would match the product, of which the sum is another use.
+# Pairs: whether a dimension for the tokens is added to the sum of scale and 1, as in
+# AdaLayerNormContinuous, or was added to scale before, as in DiT; and examples of the arguments.
+# The forms with a shift come first: those without would match the product alone, whose use by the
+# sum would be a use elsewhere.
 FORMS: tuple[tuple[bool, dict[str, Any]], ...] = (
     (False, {"scale": (2, 1, 8), "shift": (2, 1, 8)}),
     (True, {"scale": (2, 8), "shift": (2, 8)}),
@@ -129,13 +137,16 @@ FORMS: tuple[tuple[bool, dict[str, Any]], ...] = (
 
 
 def _spelling(
-    norm: str, wide: bool, cast: bool, unsqueezed: bool, scale: Any, given: dict[str, Any]
+    norm: str, wide: bool, cast: bool, unsqueezed: bool, scale: Any, options: dict[str, Any]
 ) -> tuple[Pattern, Replacement]:
-    """A spelling of a norm with the arguments `given`, and the op. What rounds, the last argument
-    of the op, is the norm's casting mode if it has one, and float32 if x is widened before."""
+    """Return a pattern for a norm with the arguments `options` and its modulation, and the op.
 
-    def modulated(x: Any, scale: Any, shift: Any = None, **given: Any) -> Tensor:
-        normed = getattr(torch.ops.liger, norm).default(x.to(torch.float32) if wide else x, **given)
+    The last argument of the op, which says what rounds, is "float32" if x is widened before;
+    otherwise it is the norm's casting mode, or "torch" for a norm that has none.
+    """
+
+    def modulated(x: Any, scale: Any, shift: Any = None, **args: Any) -> Tensor:
+        normed = getattr(torch.ops.liger, norm).default(x.to(torch.float32) if wide else x, **args)
         y = normed * _unsqueezed(1 + scale)
         y = y if shift is None else y + _unsqueezed(shift)
         return y.to((x if cast else normed).dtype)
@@ -144,12 +155,12 @@ def _spelling(
         return rows.unsqueeze(-2) if unsqueezed else rows
 
     def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
-        values = [match[name] for name in given if name != "casting_mode"]
+        values = [match[name] for name in options if name != "casting_mode"]
         mode = "float32" if wide else match.values.get("casting_mode", "torch")
         args = (*_rows(match, not wide, unsqueezed), *values, mode)
         return getattr(torch.ops.liger, f"modulated_{norm}").default, args
 
-    return Pattern(modulated, x=(2, 3, 8), **scale, **given), replacement
+    return Pattern(modulated, x=(2, 3, 8), **scale, **options), replacement
 
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -158,9 +169,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 SPELLINGS = {
     norm: [
-        _spelling(norm, *casts, unsqueezed, scale, given)
+        _spelling(norm, *casts, unsqueezed, scale, options)
         for casts in CASTS
         for unsqueezed, scale in FORMS
     ]
-    for norm, given in _ARGUMENTS.items()
+    for norm, options in _ARGUMENTS.items()
 }

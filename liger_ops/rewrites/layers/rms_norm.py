@@ -20,7 +20,7 @@ def _widened(x: Tensor, eps: float) -> Tensor:
 
 
 def _promoted(x: Tensor, eps: float) -> Tensor:
-    """The product is float32, because the variance is."""
+    """Normalise x, whose product with the float32 factor is float32 by type promotion."""
     return x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
 
 
@@ -41,19 +41,21 @@ def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
     return InDtypesOfInputs(replacement)
 
 
-def _of_wide(match: Match) -> tuple[Any, tuple[Any, ...]]:
+def _float32_op(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    """Return the op of x cast to float32, for code whose result is float32."""
     target, (x, *rest) = _op("gemma")(match)
     return target, (derive(match.root, torch.Tensor.to, x, torch.float32), *rest)
 
 
-def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
+def _torch_op(match: Match) -> tuple[Any, tuple[Any, ...]]:
     if match["eps"] is None:
         raise Refused("eps=None is the dtype's own epsilon, which the op does not support")
     dimensions = len(value(match["normalized_shape"]))
     if dimensions != 1:
         raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
-    # PyTorch returns x's dtype, unless autocast has cast both to float32, as it casts the op's.
-    dtypes = {value(one).dtype for one in (match["input"], match["weight"]) if one is not None}
+    # PyTorch's norm returns x's dtype, as the op does. Under autocast both inputs are cast to
+    # float32, for PyTorch's norm and for the op alike.
+    dtypes = {value(x).dtype for x in (match["input"], match["weight"]) if x is not None}
     is_cast = value(match.root).dtype == torch.float32 and torch.float64 not in dtypes
     if len(dtypes) > 1 and not is_cast:
         raise Refused("the weight is not of the dtype of x")
@@ -77,8 +79,8 @@ _GEMMA = _weighted(
     offset=1.0,
 )
 SPELLINGS = [
-    (_TORCH, _of_torch),
-    # Before Llama's, whose weight would match the sum, in float32.
+    (_TORCH, _torch_op),
+    # Before Llama's pattern, whose weight would match the sum of offset and weight, in float32.
     (_GEMMA, _op("gemma")),
     # Llama and T5.
     (_weighted(lambda x, weight, eps: weight * _widened(x, eps).to(x.dtype)), _op("llama")),
@@ -92,7 +94,7 @@ SPELLINGS = [
     (_weighted(lambda x, weight, eps: (weight * _promoted(x, eps)).to(x.dtype)), _op("gemma")),
     (_weighted(lambda x, weight, eps: _unwidened(x, eps) * weight), _op("none")),
     # `RMSNorm` of diffusers with a float32 weight: the result is float32, whatever x is.
-    (_weighted(lambda x, weight, eps: _promoted(x, eps) * weight), _of_wide),
+    (_weighted(lambda x, weight, eps: _promoted(x, eps) * weight), _float32_op),
     (_unweighted(lambda x, eps: _widened(x, eps).to(x.dtype)), _op("gemma", weighted=False)),
     (_unweighted(lambda x, eps: _promoted(x, eps).to(x.dtype)), _op("gemma", weighted=False)),
     (_unweighted(_unwidened), _op("none", weighted=False)),

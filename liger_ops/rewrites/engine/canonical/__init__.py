@@ -1,13 +1,14 @@
 """One form for the many spellings of an operation.
 
-`canonical(node)` is a `Call` of a name and arguments, the same for a method, a function and an
-operator, for a default that is written or omitted, and for dimensions counted from either end. It
-is None for an operation without a spelling; None matches nothing.
+`canonical(node)` returns a `Call`: an operation's name and its arguments. The call is the same for
+a method, a function and an operator, whether a default is written or omitted, and for dimensions
+counted from either end. For an operation without a spelling it is None, which matches nothing.
 
-A spelling is a Python function with the signature of the operation, so that Python binds the
-arguments, or the signature itself, if the form has its arguments (`declared`). A call that cannot
-be bound, or whose further arguments change the result, is None. A call of an op of liger_ops has
-all arguments of the op's definition.
+A spelling says how an operation is brought into this form. It is a Python function with the
+signature of the operation, so that Python binds the arguments; or, if the canonical form has the
+same arguments, the signature alone (`declared`). The canonical call is None if the arguments cannot
+be bound, or if an argument that the canonical form lacks changes the result. The canonical call of
+an op of liger_ops has all arguments of the op's definition.
 Importing the modules of this package registers their spellings.
 """
 

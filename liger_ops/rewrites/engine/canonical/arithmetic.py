@@ -41,14 +41,15 @@ def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
 
 @spelled(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
 def _mul(input: Any, other: Any) -> Call:
-    if _alike(input, other):
+    if _same_factor(input, other):
         return Call("square", (input,))
     for a, b in ((input, other), (other, input)):
-        # Dynamo records 1 / x so within a function mode.
+        # Within a function mode, Dynamo records 1 / x as reciprocal(x) * 1.
         if type(b) in (int, float) and b == 1 and _is_reciprocal(a):
             return Call(IDENTITY, (a,))
-        # In a narrower dtype this code rounds the sigmoid before the product, and silu does not.
-        if (gate := calls(b, "sigmoid")) and _alike(gate.args[0], a) and is_float32(a):
+        # x * sigmoid(x) is silu only in float32 and float64: in a narrower dtype this code rounds
+        # the sigmoid before the product, and silu does not.
+        if (gate := calls(b, "sigmoid")) and _same_factor(gate.args[0], a) and is_float32(a):
             return Call("silu", (a,), (b,))
     return Call("mul", (input, other))
 
@@ -57,18 +58,19 @@ def _is_reciprocal(x: Any) -> bool:
     return isinstance(x, fx.Node) and operation(x) == "reciprocal"
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two factors are the same tensor, or the same cast of one tensor."""
-    a, b = _source(a), _source(b)
+def _same_factor(a: Any, b: Any) -> bool:
+    """Return whether two factors are the same tensor, or casts of one tensor to one dtype."""
+    a, b = _without_identities(a), _without_identities(b)
     if a is b:
         return isinstance(a, fx.Node)
-    of, to = calls(a, "cast"), calls(b, "cast")
-    if of is None or to is None or of.args[1] != to.args[1]:
+    a_cast, b_cast = calls(a, "cast"), calls(b, "cast")
+    if a_cast is None or b_cast is None or a_cast.args[1] != b_cast.args[1]:
         return False
-    return _source(of.args[0]) is _source(to.args[0])
+    return _without_identities(a_cast.args[0]) is _without_identities(b_cast.args[0])
 
 
-def _source(x: Any) -> Any:
+def _without_identities(x: Any) -> Any:
+    """Return the value that `x` is, behind operations that return their argument."""
     while identity := calls(x, IDENTITY):
         x = identity.args[0]
     return x
@@ -82,6 +84,7 @@ def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Call | None:
         return None
     root = calls(other, "sqrt")
     if root is not None and is_float32(other):
+        # In a narrower dtype the root is rounded before the division, and in rsqrt it is not.
         inverse = Call("rsqrt", root.args, (other,))
         return inverse if same(input, 1) else Call("mul", (input, inverse))
     return Call("div", (input, other))
@@ -104,18 +107,18 @@ def _pow(input: Any, exponent: Any) -> Call:
     return Call("pow", (input, exponent))
 
 
-for _name, _more in {
+for _name, _spellings in {
     "neg": (operator.neg, torch.negative, "negative", "__neg__"),
     "sqrt": (math.sqrt,), "tanh": (F.tanh,), "sigmoid": (F.sigmoid,),
     "square": (), "rsqrt": (), "exp": (), "cos": (), "sin": (),
 }.items():  # fmt: skip
-    declared(_name, "input", getattr(torch, _name), _name, *_more)
+    declared(_name, "input", getattr(torch, _name), _name, *_spellings)
 
 
 @spelled(torch.clamp, torch.clip, "clamp", "clip")
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Call:
     if min in (None, -math.inf) and max in (None, math.inf):
-        # As models write that there is no limit.
+        # Models write clamp(-inf, inf) for "no limit".
         return Call(IDENTITY, (input,))
     return Call("clamp", (input, min, max))
 

@@ -1,4 +1,4 @@
-"""`Call`, the registry of spellings, and what spellings are written with."""
+"""`Call`, the registry of spellings, and the helpers that spellings are written with."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..recognise import bound, op_of
 
 
 class Call(NamedTuple):
-    """An operation. Its arguments are nodes, other calls, constants, and tuples of those.
+    """An operation and its arguments: nodes, other calls, constants, and tuples of those.
 
-    If one call stands for several nodes, `through` has all but the last of them.
+    One call may stand for several nodes, such as `linear` for a product with a transposed weight.
+    `through` has these nodes, except for the last.
     """
 
     op: str
@@ -43,22 +44,24 @@ OPERATORS = {
 _PROPERTIES = {"numpy_T": "T", "matrix_H": "H"}
 
 Spelling = Callable[..., "Call | None"]
-# The calls of nodes, which depend on the nodes that they use: an attribute of a graph that does not
-# change at the moment. Matching asks for each call a hundred times.
+# Cache: node -> its canonical call. It is an attribute of a graph while that does not change,
+# because a node's call depends on the nodes that it uses. Matching asks for each call a hundred
+# times.
 Known = dict[fx.Node, "Call | None"]
-_KNOWN = "_liger_ops_calls"
+_CACHE = "_liger_ops_calls"
 FUNCTIONS: dict[Any, Spelling] = {}
 METHODS: dict[str, Spelling] = {}
 
 
 def value(argument: Any) -> Any:
-    """The example value of an argument from tracing: a fake tensor, or a number."""
+    """Return the example value of an argument from tracing: a fake tensor, or a number."""
     return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
 
 
 def is_tensor(argument: Any, dim: int | None = None) -> bool:
-    known = value(argument)
-    return isinstance(known, Tensor) and (dim is None or known.dim() == dim)
+    """Return whether an argument is a tensor, of `dim` dimensions if that is given."""
+    example = value(argument)
+    return isinstance(example, Tensor) and (dim is None or example.dim() == dim)
 
 
 def is_real(argument: Any) -> bool:
@@ -67,36 +70,38 @@ def is_real(argument: Any) -> bool:
 
 @contextlib.contextmanager
 def unchanged(graph: fx.Graph, known: Known) -> Iterator[None]:
-    """Look up the calls of `graph`, which the body does not change, in `known`."""
-    before = getattr(graph, _KNOWN, None)
-    setattr(graph, _KNOWN, known)
+    """Cache the calls of `graph` in `known`. The body must not change the graph."""
+    before = getattr(graph, _CACHE, None)
+    setattr(graph, _CACHE, known)
     try:
         yield
     finally:
-        setattr(graph, _KNOWN, before)
+        setattr(graph, _CACHE, before)
 
 
 def never_changed(graph: fx.Graph) -> None:
-    setattr(graph, _KNOWN, {})
+    """Cache the calls of a graph that will not change any more."""
+    setattr(graph, _CACHE, {})
 
 
 def canonical(node: Any) -> Call | None:
+    """Return the canonical call of a node; None if it is no node, or has no spelling."""
     if isinstance(node, Call):
         return node
     if not isinstance(node, fx.Node):
         return None
-    known: Known | None = getattr(node.graph, _KNOWN, None)
-    if known is None:
+    cache: Known | None = getattr(node.graph, _CACHE, None)
+    if cache is None:
         return _canonical(node)
-    if node not in known:
-        known[node] = _canonical(node)
-    return known[node]
+    if node not in cache:
+        cache[node] = _canonical(node)
+    return cache[node]
 
 
 def _canonical(node: fx.Node) -> Call | None:
     if (op := op_of(node)) is not None:
-        ((_, given),) = bound([node])
-        return Call(f"liger.{op}", tuple(given.values()))
+        ((_, named),) = bound([node])
+        return Call(f"liger.{op}", tuple(named.values()))
     function = FUNCTIONS.get(node.target) if node.op == "call_function" else None
     spelling = function or METHODS.get(_method(node))
     if spelling is None:
@@ -104,19 +109,21 @@ def _canonical(node: fx.Node) -> Call | None:
     try:
         return spelling(*arguments(node), **node.kwargs)
     except TypeError:
+        # Python cannot bind the arguments to the spelling's signature.
         return None
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node, without the name of the property that it reads."""
+    """Return the arguments of a node, without the name of a property that it reads."""
     return node.args[:1] if node.target is getattr else node.args
 
 
 def _method(node: fx.Node) -> str:
-    """The name of the method of Tensor that a node calls, or of the property that it reads.
+    """Return the name of the Tensor method that a node calls, or of the property that it reads.
 
-    Dynamo writes a property as `getattr` or, from torch 2.15 on, as its ATen operator; and within a
-    function mode, such as that of torch.set_default_device, a method as a function of Tensor.
+    It is "" for other nodes. Dynamo writes a property as `getattr` or, from torch 2.15 on, as its
+    ATen operator. Within a function mode, such as that of torch.set_default_device, it writes a
+    method as a function of Tensor.
     """
     if node.op == "call_method":
         return str(node.target)
@@ -134,7 +141,11 @@ def _method(node: fx.Node) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two constants, or two sizes, are known to be equal."""
+    """Return whether two constants, or two sizes, are known to be equal.
+
+    A tensor is equal only to itself. Comparing symbolic sizes adds no guard; see `same_number` for
+    symbolic floats.
+    """
     a, b = value(a), value(b)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
@@ -156,19 +167,21 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_number(a: Any, b: Any) -> bool:
-    """Whether two numbers are equal, one of which Dynamo keeps symbolic with dynamic=True.
+    """Return whether two numbers are equal, of which at least one is symbolic.
 
-    Dynamo does that even to constants such as math.pi. Comparing them adds a guard: if they are
-    equal now, the code is compiled again for numbers that are not.
+    With dynamic=True Dynamo makes even constants such as math.pi symbolic. If the numbers of the
+    traced call are equal, comparing them adds a guard, and the code is compiled again for others.
     """
-    if not all(isinstance(one, (int, float, torch.SymFloat, torch.SymInt)) for one in (a, b)):
+    if not all(isinstance(x, (int, float, torch.SymFloat, torch.SymInt)) for x in (a, b)):
         return False
-    hints = [one if isinstance(one, (int, float)) else one.node.hint for one in (a, b)]
+    # The hints are the numbers of the traced call. They are compared first, because a comparison of
+    # symbols adds a guard in either case.
+    hints = [x if isinstance(x, (int, float)) else x.node.hint for x in (a, b)]
     return None not in hints and hints[0] == hints[1] and bool(a == b)
 
 
 def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:
-    """Register a spelling for `targets`: functions, and names of methods."""
+    """Register a spelling for `targets`: functions, and names of Tensor's methods."""
 
     def decorate(spelling: Spelling) -> Spelling:
         for target in targets:
@@ -181,37 +194,38 @@ def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:
 def declared(op: str, signature: str, *targets: Any) -> None:
     """Register a spelling whose canonical form has the arguments of `signature`, in their order.
 
-    Its parts are a parameter and its default. What name? stands for changes no number and is left
-    out; name! has its default, or there is no canonical form; name+ is one dimension or several.
+    `signature` lists the parameters, each as "name" or "name=default". A mark behind the name says
+    what becomes of the argument: name? changes no number, and is left out of the canonical form;
+    name! must have its default, or there is no canonical form; name+ is one dimension or several.
     """
     pattern = re.compile(r"(\w+)([?!+]?)(?:=(\S+))?")
-    found = [part.groups() for part in pattern.finditer(signature)]
-    names = {name: kind for name, kind, _ in found}
-    defaults = {name: ast.literal_eval(text) for name, _, text in found if text}
-    fixed = [(name, defaults[name]) for name, kind in names.items() if kind == "!"]
+    parameters = [parameter.groups() for parameter in pattern.finditer(signature)]
+    marks = {name: mark for name, mark, _ in parameters}
+    defaults = {name: ast.literal_eval(text) for name, _, text in parameters if text}
+    fixed = [(name, defaults[name]) for name, mark in marks.items() if mark == "!"]
     kept = [
-        (name, dimensions if kind else _CONVERTED.get(name, _as_it_is))
-        for name, kind in names.items()
-        if kind in ("", "+")
+        (name, dimensions if mark else _CONVERTED.get(name, _unconverted))
+        for name, mark in marks.items()
+        if mark in ("", "+")
     ]
 
     @spelled(*targets)
     def spelling(*args: Any, **kwargs: Any) -> Call | None:
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if given.keys() != names.keys() or len(args) > len(names):
+        values = {**defaults, **dict(zip(marks, args, strict=False)), **kwargs}
+        if values.keys() != marks.keys() or len(args) > len(marks):
             raise TypeError(f"{op} takes {signature}")
-        if any(given[name] != default for name, default in fixed):
+        if any(values[name] != default for name, default in fixed):
             return None
-        x = given[found[0][0]]
-        return Call(op, tuple([convert(x, given[name]) for name, convert in kept]))
+        x = values[parameters[0][0]]
+        return Call(op, tuple([convert(x, values[name]) for name, convert in kept]))
 
 
-def _as_it_is(x: Any, argument: Any) -> Any:
+def _unconverted(x: Any, argument: Any) -> Any:
     return argument
 
 
 def dimension(x: Any, dim: Any) -> Any:
-    """The dimension `dim` of x, counted from the end."""
+    """Return the dimension `dim` of x, counted from the end: a negative number."""
     tensor = value(x)
     if isinstance(dim, int) and isinstance(tensor, Tensor):
         return dim - tensor.dim() if dim >= 0 else dim
@@ -219,6 +233,7 @@ def dimension(x: Any, dim: Any) -> Any:
 
 
 def dimensions(x: Any, dim: Any) -> Any:
+    """Return one dimension or several as a sorted tuple, counted from the end; None stays None."""
     if isinstance(dim, (tuple, list)):
         return tuple(sorted(dimension(x, d) for d in dim))
     return dim if dim is None else (dimension(x, dim),)
@@ -228,7 +243,8 @@ def as_tuple(sizes: Any) -> Any:
     return tuple(sizes) if isinstance(sizes, (tuple, list)) else sizes
 
 
-# The canonical form of the arguments with a name, of a call on x.
+# Name of an argument -> function of the call's first argument and this one, which returns the
+# argument's canonical form.
 _CONVERTED: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("dim", "start_dim", "end_dim"), dimension),
     "normalized_shape": lambda x, sizes: as_tuple(sizes),
@@ -238,17 +254,19 @@ _CONVERTED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def is_float32(x: Any) -> bool:
+    """Return whether x is of float32 or float64: its operations need no wider dtype."""
     tensor = value(x)
     return isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64)
 
 
 def calls(x: Any, op: str) -> Call | None:
+    """Return the canonical call of x if that is a call of `op`."""
     call = canonical(x)
     return call if call is not None and call.op == op else None
 
 
 def operation(node: fx.Node) -> str | None:
-    """The name of the method, property or PyTorch function that a node calls; None for others."""
+    """Return the name of the method, property or PyTorch function that a node calls, or None."""
     if name := _method(node):
         name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
         return "not" if name == "invert" else name

@@ -29,13 +29,13 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Call | None:
     if kwargs:
         return None
     for argument in args:
-        known = value(argument)
-        if isinstance(known, Tensor):
-            dtype, device = known.dtype, known.device
-        elif isinstance(known, torch.dtype):
-            dtype = known
-        elif isinstance(known, (str, torch.device)):
-            device = known
+        example = value(argument)
+        if isinstance(example, Tensor):
+            dtype, device = example.dtype, example.device
+        elif isinstance(example, torch.dtype):
+            dtype = example
+        elif isinstance(example, (str, torch.device)):
+            device = example
     tensor = value(input)
     if device is not None:
         device = torch.device(value(device))
@@ -45,7 +45,7 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Call | None:
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
-    # "cuda" names the current device, which the tensor was on while it was traced.
+    # "cuda" without an index is the current device, where the tensor was while it was traced.
     return a.type == b.type and (a.index == b.index or b.index is None)
 
 

@@ -1,5 +1,5 @@
-"""Activations, norms and matrix products, and what attention is composed of besides arithmetic and
-views."""
+"""Activations, norms, matrix products, and the operations of attention that are neither arithmetic
+nor views."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ declared("baddbmm", "input batch1 batch2 beta=1 alpha=1", torch.baddbmm, "baddbm
 declared("masked_fill", "input mask value", torch.masked_fill, "masked_fill")
 declared("where", "condition input other", torch.where)
 for _name in ("softmax", "log_softmax"):
-    # The dtype is taken from the result's value, whether the call or autocast sets it.
+    # The dtype is left out: patterns read it from the result's example value, where it also shows
+    # if autocast set it.
     _functions = getattr(torch, _name), getattr(torch.special, _name)
     declared(_name, "input dim dtype?=None", *_functions, _name)
     declared(_name, "input dim=None _stacklevel?=3 dtype?=None", getattr(F, _name))
@@ -48,9 +49,9 @@ def _torch_dropout(input: Any, p: Any, train: Any) -> Call | None:
 
 @spelled(operator.matmul, torch.matmul, "matmul", "__matmul__")
 def _matmul(input: Any, other: Any) -> Call:
-    turned = calls(other, "transpose")
-    if turned is not None and is_tensor(turned.args[0], dim=2) and is_tensor(input):
-        return Call("linear", (input, turned.args[0], None), (other,))
+    transposed = calls(other, "transpose")
+    if transposed is not None and is_tensor(transposed.args[0], dim=2) and is_tensor(input):
+        return Call("linear", (input, transposed.args[0], None), (other,))
     return Call("matmul", (input, other))
 
 

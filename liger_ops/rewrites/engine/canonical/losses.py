@@ -1,4 +1,4 @@
-"""Classification losses, and the operations that they are composed of."""
+"""Classification losses, and the operations that models compose them of."""
 
 from __future__ import annotations
 

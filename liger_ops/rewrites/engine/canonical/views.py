@@ -24,7 +24,8 @@ from .call import (
     value,
 )
 
-# A copy differs from its source only after one is written in place, which rewrites check.
+# A copy has the same canonical form as its source in other strides. It differs from the source only
+# once one of them is written in place, which rewrites check.
 declared("contiguous", "input memory_format?=None", torch.clone, "clone")
 declared("contiguous", "input", "contiguous")
 declared("view_as_complex", "input", torch.view_as_complex)
@@ -93,8 +94,8 @@ def _permute(input: Any, *dims: Any, **named: Any) -> Call | None:
         dims = tuple(dims[0])
     if named or not all(isinstance(dim, int) for dim in dims):
         return None
-    places = [dim - len(dims) if dim >= 0 else dim for dim in dims]
-    moved = [place for place, dim in enumerate(places, start=-len(dims)) if place != dim]
+    from_end = [dim - len(dims) if dim >= 0 else dim for dim in dims]
+    moved = [new for new, old in enumerate(from_end, start=-len(dims)) if new != old]
     if not moved:
         return Call(IDENTITY, (input,))
     return Call("transpose", (input, tuple(moved))) if len(moved) == 2 else None
@@ -122,21 +123,21 @@ def _expand(input: Any, *sizes: Any) -> Call:
 
 @spelled(torch.cat, torch.concat, torch.concatenate)
 def _cat(tensors: Any, dim: Any = 0) -> Call | None:
-    if not isinstance(tensors, (tuple, list)) or not all(is_tensor(one) for one in tensors):
+    if not isinstance(tensors, (tuple, list)) or not all(is_tensor(x) for x in tensors):
         return None
     # torch.cat accepts a tensor of shape (0,) among those of more dimensions, as in a new cache.
-    whole = [one for one in tensors if not same(tuple(value(one).shape), (0,))]
-    if not whole:
+    filled = [x for x in tensors if not same(tuple(value(x).shape), (0,))]
+    if not filled:
         return None
-    dim = dimension(whole[0], dim)
-    whole = [one for one in whole if not same(value(one).shape[dim], 0)]
-    if len(whole) == 1 and all(_changes_nothing(one, whole[0]) for one in tensors):
-        return Call("contiguous", (whole[0],))
-    return Call("cat", (tuple(whole), dim)) if len(whole) == len(tensors) else None
+    dim = dimension(filled[0], dim)
+    filled = [x for x in filled if not same(value(x).shape[dim], 0)]
+    if len(filled) == 1 and all(_keeps_dtype_and_device(x, filled[0]) for x in tensors):
+        return Call("contiguous", (filled[0],))
+    return Call("cat", (tuple(filled), dim)) if len(filled) == len(tensors) else None
 
 
-def _changes_nothing(empty: Any, x: Any) -> bool:
-    """Whether x keeps its dtype and device when concatenated with an empty tensor."""
+def _keeps_dtype_and_device(empty: Any, x: Any) -> bool:
+    """Return whether x keeps its dtype and device when concatenated with an empty tensor."""
     a, b = value(empty), value(x)
     return bool(a.device == b.device and torch.promote_types(a.dtype, b.dtype) == b.dtype)
 
@@ -160,66 +161,69 @@ def _narrow(input: Any, dim: Any, start: Any, length: Any) -> Call | None:
 def _getitem(input: Any, index: Any) -> Call | None:
     tensor = value(input)
     if not isinstance(tensor, Tensor):
-        return _part(input, index) or Call("item", (input, index))
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(value(part), (Tensor, list, tuple, bool)) for part in parts):
+        return _piece(input, index) or Call("item", (input, index))
+    indices = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(value(i), (Tensor, list, tuple, bool)) for i in indices):
         return None
-    taken = sum(part is not None and part is not Ellipsis for part in parts)
-    position = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-    parts[position : position + 1] = [slice(None)] * (tensor.dim() - taken)
-    if all(isinstance(part, slice) for part in parts):
-        moved = [
-            (i - tensor.dim(), part)
-            for i, part in enumerate(parts)
-            if not _is_full(part, tensor.shape[i])
+    # Replace the ellipsis, written or implied at the end, by a full slice for each dimension.
+    taken = sum(i is not None and i is not Ellipsis for i in indices)
+    position = indices.index(Ellipsis) if Ellipsis in indices else len(indices)
+    indices[position : position + 1] = [slice(None)] * (tensor.dim() - taken)
+    if all(isinstance(i, slice) for i in indices):
+        narrowed = [
+            (dim - tensor.dim(), i)
+            for dim, i in enumerate(indices)
+            if not _takes_all(i, tensor.shape[dim])
         ]
-        if not moved:
+        if not narrowed:
             return Call(IDENTITY, (input,))
-        if len(moved) == 1:
-            dim, part = moved[0]
-            start = 0 if part.start is None else _from_start(part.start, tensor.shape[dim])
+        if len(narrowed) == 1:
+            dim, i = narrowed[0]
+            start = 0 if i.start is None else _from_start(i.start, tensor.shape[dim])
             stop = tensor.shape[dim]
-            if part.stop is not None:
-                stop = _from_start(part.stop, stop)
-            step = 1 if part.step is None else part.step
+            if i.stop is not None:
+                stop = _from_start(i.stop, stop)
+            step = 1 if i.step is None else i.step
             return Call("slice", (input, dim, start, stop, step))
-    if all(part is None or _is_every(part) for part in parts):
-        # Each unsqueeze is in the result of those before it.
-        added = [i for i, part in enumerate(parts) if part is None]
+    if all(i is None or _is_whole_slice(i) for i in indices):
+        # The n-th unsqueeze has a result of n dimensions more than x, from whose end its dimension
+        # is counted.
+        added = [dim for dim, i in enumerate(indices) if i is None]
         for dim, rank in zip(added, itertools.count(tensor.dim() + 1), strict=False):
             input = Call("unsqueeze", (input, dim - rank))
         return input
-    chosen = [i for i, part in enumerate(parts) if not _is_every(part)]
-    if len(chosen) == 1 and tensor.dim() == len(parts):
-        group = _of_groups(input, chosen[0] - tensor.dim(), parts[chosen[0]])
+    indexed = [dim for dim, i in enumerate(indices) if not _is_whole_slice(i)]
+    if len(indexed) == 1 and tensor.dim() == len(indices):
+        group = _group(input, indexed[0] - tensor.dim(), indices[indexed[0]])
         if group is not None:
             return group
-    return Call("getitem", (input, tuple(parts)))
+    return Call("getitem", (input, tuple(indices)))
 
 
-def _is_every(part: Any) -> bool:
-    return isinstance(part, slice) and part == slice(None)
+def _is_whole_slice(index: Any) -> bool:
+    return isinstance(index, slice) and index == slice(None)
 
 
-def _part(parts: Any, index: Any) -> Call | None:
-    """One piece of a split tensor, as a slice."""
-    if (call := calls(parts, "unbind")) is not None:
+def _piece(pieces: Any, index: Any) -> Call | None:
+    """Return one piece of a split tensor as a slice of the tensor."""
+    if (call := calls(pieces, "unbind")) is not None:
         grouped, dim = call.args
-        return _of_groups(grouped, dim, index, (parts,))
-    call = calls(parts, "chunk") or calls(parts, "split")
+        return _group(grouped, dim, index, (pieces,))
+    call = calls(pieces, "chunk") or calls(pieces, "split")
     if call is None or not isinstance(index, int):
         return None
     input, _, dim = call.args
-    sizes = [piece.shape[dim] for piece in value(parts)]
+    sizes = [piece.shape[dim] for piece in value(pieces)]
     index %= len(sizes)
-    return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (parts,))
+    return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (pieces,))
 
 
-def _of_groups(
-    grouped: Any, dim: Any, index: Any, through: tuple[fx.Node, ...] = ()
-) -> Call | None:
-    """x.view(*, n, s)[..., index], which is every s-th element of x's rows, as a slice, and
-    x.view(*, s, n)[..., index, :], which is the elements from index * n on."""
+def _group(grouped: Any, dim: Any, index: Any, through: tuple[fx.Node, ...] = ()) -> Call | None:
+    """Return one of the groups that a view splits the rows of x into, as a slice of x.
+
+    x.view(*, n, s)[..., index] is every s-th element of a row, and x.view(*, s, n)[..., index, :]
+    is n elements from index * n on. None for other views.
+    """
     view = calls(grouped, "view")
     if view is None or dim not in (-1, -2) or not isinstance(index, int):
         return None
@@ -245,14 +249,16 @@ def _select(input: Any, dim: Any, index: Any) -> Call | None:
 
 
 def _from_start(bound: Any, size: Any) -> Any:
+    """Return a bound of a slice counted from the start; a symbolic one is taken as it is."""
     if not isinstance(bound, int) or bound >= 0:
         return bound
     return max(size + bound, 0) if isinstance(size, int) else size + bound
 
 
-def _is_full(part: slice, size: Any) -> bool:
+def _takes_all(index: slice, size: Any) -> bool:
+    """Return whether a slice takes all elements of a dimension of this size."""
     return (
-        (part.start is None or same(_from_start(part.start, size), 0))
-        and (part.stop is None or same(part.stop, size))
-        and (part.step is None or same(part.step, 1))
+        (index.start is None or same(_from_start(index.start, size), 0))
+        and (index.stop is None or same(index.stop, size))
+        and (index.step is None or same(index.step, 1))
     )

@@ -1,1 +1,1 @@
-"""Rewrites of rotary embeddings, which read the ways to write a rotation."""
+"""Rewrites of rotary embeddings, which recognise a rotation in whatever way it is written."""

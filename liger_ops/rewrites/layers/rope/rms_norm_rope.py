@@ -26,9 +26,9 @@ from ...engine.rewrite import (
     foreign,
     items,
     match_obstacle,
-    not_written_since,
     replace,
     reported,
+    require_unwritten_sources,
     runs_outside,
     viewed,
 )
@@ -38,18 +38,22 @@ OP = "rms_norm_rope"
 
 
 class Norm(NamedTuple):
-    """The norm of a rotated tensor."""
+    """The norm whose result is rotated.
+
+    Attributes:
+        root: its last operation.
+        options: eps, offset and casting mode.
+        nodes: the nodes that the op replaces: the norm's operations, and the views after it.
+        is_outside: whether the norm runs in the dtypes of its inputs under autocast too.
+        views: the views between the norm and the rotation, in their order.
+    """
 
     root: fx.Node
     x: fx.Node
     weight: fx.Node | None
-    # eps, offset and casting mode.
     options: tuple[Any, ...]
-    # Nodes that only the rotation needs: the norm's operations, and the views.
     nodes: frozenset[fx.Node]
-    # Whether the norm runs in the dtypes of its inputs, under autocast too.
     is_outside: bool
-    # The views of the norm's result that is rotated, in their order.
     views: tuple[View, ...] = ()
 
 
@@ -65,27 +69,28 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: Report) -> None:
     q, k, *tables = args
-    none = _of_no_heads(k)
-    alone = bool(none)
-    norms = [_norm(x, state) for x in ([q] if alone else [q, k])]
-    found = [norm for norm in norms if norm is not None]
-    if not found:
+    empty_keys = _empty_key_nodes(k)
+    is_alone = bool(empty_keys)
+    maybe_norms = [_norm(x, state) for x in ([q] if is_alone else [q, k])]
+    norms = [norm for norm in maybe_norms if norm is not None]
+    if not norms:
         return
-    if len(found) < len(norms):
+    if len(norms) < len(maybe_norms):
         raise Refused("queries or keys are rotated without a norm")
-    nodes = none.union(*(norm.nodes for norm in found))
-    _check(found, rotation, nodes, state)
-    with modes_of(rotation, state, found[0].is_outside) as is_outside:
-        tensors = [viewed(rotation, norm.x, norm.views) for norm in found]
-        weights = [norm.weight for norm in found]
-        if alone:
-            # The op adds the offset to both weights.
-            none_of = derive(rotation, torch.Tensor.detach, tensors[0])
-            tensors.append(derive(rotation, torch.narrow, none_of, 1, 0, 0))
+    nodes = empty_keys.union(*(norm.nodes for norm in norms))
+    _check(norms, rotation, nodes, state)
+    with modes_of(rotation, state, norms[0].is_outside) as is_outside:
+        tensors = [viewed(rotation, norm.x, norm.views) for norm in norms]
+        weights = [norm.weight for norm in norms]
+        if is_alone:
+            # Keys of no heads, as the rewrite rope makes them. They get a weight as well, because
+            # the op adds the offset to both weights.
+            detached = derive(rotation, torch.Tensor.detach, tensors[0])
+            tensors.append(derive(rotation, torch.narrow, detached, 1, 0, 0))
             weights.append(weights[0] and derive(rotation, torch.Tensor.detach, weights[0]))
         cos, sin, *rest = tables
-        given = (*tensors, cos, sin, *weights, *found[0].options, *rest)
-        fused = emit(rotation, torch.ops.liger.rms_norm_rope.default, given)
+        op_args = (*tensors, cos, sin, *weights, *norms[0].options, *rest)
+        fused = emit(rotation, torch.ops.liger.rms_norm_rope.default, op_args)
         if is_outside:
             mark(fused)
     results = items(fused, 2)
@@ -100,15 +105,16 @@ def _check(
     norms: list[Norm], rotation: fx.Node, nodes: frozenset[fx.Node], state: GraphState
 ) -> None:
     """Raise Refused unless one op at `rotation` computes the same."""
-    for one in norms[1:]:
-        if one.is_outside != norms[0].is_outside:
+    for norm in norms[1:]:
+        if norm.is_outside != norms[0].is_outside:
             raise Refused("autocast casts what one of the norms computes with")
         names = ("eps", "offset", "casting mode")
-        for name, a, b in zip(names, norms[0].options, one.options, strict=True):
+        for name, a, b in zip(names, norms[0].options, norm.options, strict=True):
             if not same(a, b):
                 raise Refused(f"the norm of queries has the {name} {a}, and that of keys {b}")
     for norm in norms:
         for node in norm.nodes:
+            # `match_obstacle` has checked the users of the nodes before the norm's last.
             is_last = node is norm.root or state.order[node] > state.order[norm.root]
             outside = [user for user in node.users if user not in nodes and user is not rotation]
             if is_last and outside:
@@ -118,7 +124,7 @@ def _check(
     roots = [norm.root for norm in norms]
     if not state.one_mode([*roots, rotation]):
         raise Refused("the norms and the rotation run in different gradient or autocast modes")
-    inputs = [one for norm in norms for one in (norm.x, norm.weight) if one is not None]
+    inputs = [x for norm in norms for x in (norm.x, norm.weight) if x is not None]
     if reason := foreign([*inputs, *rotation.all_input_nodes]):
         raise Refused(reason)
     first = min(roots, key=state.order.__getitem__)
@@ -127,24 +133,25 @@ def _check(
 
 
 def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
-    """The norm whose result `rotated` is a view of; None for no norm, or for another one.
+    """Return the norm whose result `rotated` is a view of, or None if there is none.
 
-    Raises Refused for a norm that the op does not compute.
+    Raises Refused for a near miss of an rms_norm, and for a norm whose result is cast or reshaped
+    before the rotation.
     """
     views: list[View] = []
     passed: set[fx.Node] = set()
     reason: str | None = None
-    # What happens between the norm and the rotation that the op does not do.
+    # An operation between the norm and the rotation that the op does not do, for the reason.
     changed: str | None = None
     node: Any = rotated
     while True:
         if isinstance(node, fx.Node):
-            found, why = _norm_at(node, state)
-            reason = reason or why
-            if found is not None:
+            norm, difference = _norm_at(node, state)
+            reason = reason or difference
+            if norm is not None:
                 if changed is not None:
                     raise Refused(f"the norm's result is {changed} before the rotation")
-                return found._replace(views=tuple(views[::-1]), nodes=found.nodes | passed)
+                return norm._replace(views=tuple(views[::-1]), nodes=norm.nodes | passed)
             passed.add(node)
         call = canonical(node)
         if call is None:
@@ -167,9 +174,9 @@ def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
 
 
 def _norm_at(node: Any, state: GraphState) -> tuple[Norm | None, str | None]:
-    """The norm whose last operation is `node`, or how it differs from the op's.
+    """Return the norm whose last operation is `node`, or how a near miss differs from the op's.
 
-    Raises Refused for a norm that is the op's, but cannot be replaced.
+    Raises Refused for a norm that the op computes, but that cannot be replaced.
     """
     if not isinstance(node, fx.Node) or not is_tensor(node):
         return None, None
@@ -179,6 +186,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Norm | None, str | None]:
     difference, refused = None, None
     last = last_operation(node)
     with state.modes_of(node):
+        # The end of a layer_norm, after the subtraction of the mean, would match an rms_norm.
         if any(_matches(pattern, node, last) for pattern, _ in layer_norm.SPELLINGS):
             return None, None
         for pattern, replacement in rms_norm.SPELLINGS:
@@ -191,7 +199,7 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Norm | None, str | None]:
                 continue
             try:
                 _, (x, weight, *options) = replacement(match)
-                not_written_since((x, weight), match, state)
+                require_unwritten_sources((x, weight), match, state)
             except Refused as error:
                 refused = refused or error
             else:
@@ -207,13 +215,15 @@ def _matches(pattern: Pattern, node: fx.Node, last: str | None) -> bool:
     return match is not None and match.difference is None
 
 
-def _of_no_heads(k: fx.Node) -> frozenset[fx.Node]:
-    """The nodes that narrow a single rotated tensor to keys of no heads, as the rewrite rope does;
-    none for other keys."""
-    part = calls(k, "slice")
-    if part is None or not same(value(k).shape[1], 0):
+def _empty_key_nodes(k: fx.Node) -> frozenset[fx.Node]:
+    """Return the nodes that make keys of no heads, which the rewrite rope gives a single rotation.
+
+    Other keys have no such nodes.
+    """
+    narrowed = calls(k, "slice")
+    if narrowed is None or not same(value(k).shape[1], 0):
         return frozenset()
-    source = part.args[0]
+    source = narrowed.args[0]
     if not isinstance(source, fx.Node) or source.target is not torch.Tensor.detach:
         return frozenset()
     return frozenset({k, source})

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, as models write it.
 
-A match is the rotation of one tensor; two rotations with the same tables become one op.
-The op computes in float32 and rounds once, wherever the code rounds.
+A match is the rotation of one tensor; two rotations with the same tables become one op. The op
+computes in float32 and rounds once, whereas the code may also round in between.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...engine.graph_state import needed_by
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
 from ...engine.rewrite import Refused, Search, attempt, derive, emit, items, viewed
-from .rotation import TABLES, Options, Reader, Rotation
-from .tables import alike, is_repeated, made_of, placement
+from .rotation import TABLES, Reader, RopeOptions, Rotation
+from .tables import is_repeatable, placement, same_table, with_sources
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -27,15 +27,15 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     alone: list[Match] = []
     for match, _ in search.matches([(Reader(op), None) for op in Reader.OPS]):
         search.set_aside(match)
-        later = next((one for one in waiting if _is_pair(one, match)), None)
+        later = next((other for other in waiting if _is_pair(other, match)), None)
         if later is None:
             waiting.append(match)
             continue
-        # Matches come from the end of the graph, so the first one found is the later one.
+        # Matches come from the end of the graph, so the one that waits is the later in the graph.
         waiting.remove(later)
         try:
             with attempt(search.graph):
-                _put((match, later), _place(match, later, search), search)
+                _put((match, later), _insertion_point(match, later, search), search)
         except Refused:
             alone += [later, match]
     for match in [*alone, *waiting]:
@@ -48,62 +48,71 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _is_pair(a: Match, b: Match) -> bool:
-    tables = [[one.values.get(name) for name in TABLES] for one in (a, b)]
-    return a["rotation"].options == b["rotation"].options and all(map(alike, *tables))
+    """Return whether two rotations have the same options and tables, so that one op does both."""
+    tables = [[match.values.get(name) for name in TABLES] for match in (a, b)]
+    return a["rotation"].options == b["rotation"].options and all(map(same_table, *tables))
 
 
 def _put(matches: tuple[Match, ...], at: fx.Node, search: Search) -> None:
     """Replace the rotations of one tensor or two by one op, inserted before `at`."""
     rotation: Rotation = matches[0]["rotation"]
     options = rotation.options
-    places = [placement(match["x"], match["rotation"].cos[0]) for match in matches]
-    if places[-1] != places[0]:
+    placements = [placement(match["x"], match["rotation"].cos[0]) for match in matches]
+    if placements[-1] != placements[0]:
         raise Refused("queries and keys have their heads at different dimensions")
     _check_tables(matches, search)
-    there, back = places[0].views()
-    before = search.state.order[at]
-    tensors = [viewed(at, _as_result(at, match, before, search), there) for match in matches]
+    views, views_back = placements[0].views()
+    position = search.state.order[at]
+    tensors = [viewed(at, _as_result(at, match, position, search), views) for match in matches]
     if len(tensors) == 1:
-        # The op takes two tensors; the second has no heads, so nothing is computed for it.
+        # The op takes two tensors. The second is given no heads: nothing is computed for it.
         none = derive(at, torch.Tensor.detach, tensors[0])
         tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
-    tables: list[Any] = [one and places[0].table(at, one) for one in rotation[1:3]]
+    tables: list[Any] = [equal and placements[0].table(at, equal) for equal in rotation[1:3]]
     if rotation.scale is not None:
-        scale = places[0].table(at, rotation.scale)
+        scale = placements[0].table(at, rotation.scale)
         tables = [derive(at, torch.mul, derive(at, torch.Tensor.float, t), scale) for t in tables]
     if options.back:
         tables[1] = derive(at, torch.neg, tables[1])
-    given = (node for match in matches for node in match["given"])
-    passed = set(filter(is_repeated, made_of(given)))
+    factors = (node for match in matches for node in match["given"])
+    table_nodes = set(filter(is_repeatable, with_sources(factors)))
     sections = None
-    if (parts := _sections(tables, options)) is not None:
-        *tables, sections, combined = parts
-        passed |= combined
+    if (combination := _sections(tables, options)) is not None:
+        *tables, sections, combined = combination
+        table_nodes |= combined
     # Views of tables that nothing else uses are erased with the match.
-    matches = tuple(replace(match, nodes=match.nodes | passed) for match in matches)
+    matches = tuple(replace(match, nodes=match.nodes | table_nodes) for match in matches)
     *flags, deinterleave, _ = options
     args = (*tensors, *tables, *flags, sections, deinterleave)
     with search.state.modes_of(at):
         op = emit(at, torch.ops.liger.rope.default, args)
-    # The op's results have the strides of x; those of torch.cat do not.
-    results = [viewed(at, new, back) for new in items(op, len(matches))]
+    # The op's results have the strides of x, while torch.cat's are contiguous: `replace` refuses if
+    # the graph would observe that.
+    results = [viewed(at, new, views_back) for new in items(op, len(matches))]
     search.replace(*zip(matches, results, strict=True))
     search.used(op)
 
 
-def _sections(tables: list[Any], options: Options) -> tuple[Any, ...] | None:
-    """If both tables are combined from three each, as multimodal models do: the tables of three,
-    the sections, and the nodes that combine them; None otherwise."""
-    if options != Options():
+def _sections(tables: list[Any], options: RopeOptions) -> tuple[Any, ...] | None:
+    """Read cos and sin that are combined from three tables each, as in multimodal models.
+
+    Returns the two tensors of three tables, the widths of the sections, and the nodes that combine
+    them; None for other tables.
+    """
+    if options != RopeOptions():
         return None
-    parts = [_combined(table) for table in tables]
-    if parts[0] is None or parts[1] is None or parts[0][1] != parts[1][1]:
+    combined = [_combined(table) for table in tables]
+    if combined[0] is None or combined[1] is None or combined[0][1] != combined[1][1]:
         return None
-    return parts[0][0], parts[1][0], parts[0][1], parts[0][2] | parts[1][2]
+    return combined[0][0], combined[1][0], combined[0][1], combined[0][2] | combined[1][2]
 
 
 def _combined(table: fx.Node) -> tuple[fx.Node, list[int], frozenset[fx.Node]] | None:
-    """The tables (3, B, S, R) that `table` has its columns from, by turns, and the widths."""
+    """Read a table whose columns are sections of three tables in turn.
+
+    Returns the three tables, of shape (3, B, S, R), the widths of the sections, and the nodes that
+    combine them; None for another table.
+    """
     joined = calls(table, "cat")
     if joined is None or joined.args[1] != -1 or len(joined.args[0]) != 6:
         return None
@@ -111,69 +120,78 @@ def _combined(table: fx.Node) -> tuple[fx.Node, list[int], frozenset[fx.Node]] |
     widths, position, nodes = [], 0, {table}
     for i, piece in enumerate(joined.args[0]):
         item = calls(piece, "getitem")
-        part = item and calls(item.args[0], "slice")
-        if not item or not part or not same(item.args[1], (i % 3, *[slice(None)] * 3)):
+        section = item and calls(item.args[0], "slice")
+        if not item or not section or not same(item.args[1], (i % 3, *[slice(None)] * 3)):
             return None
         width = value(piece).shape[-1]
-        source = source or part.args[0]
+        source = source or section.args[0]
         columns = (-1, position, position + width, 1)
-        if part.args[0] is not source or not same(part.args[1:], columns):
+        if section.args[0] is not source or not same(section.args[1:], columns):
             return None
         widths.append(width)
         position += width
-        nodes |= {piece, item.args[0], *part.through}
+        nodes |= {piece, item.args[0], *section.through}
     if not same(tuple(value(source).shape[::3]), (3, position)) or widths[:3] != widths[3:]:
         return None
     return source, widths[:3], frozenset(nodes)
 
 
 def _as_result(at: fx.Node, match: Match, before: int, search: Search) -> fx.Node:
-    """x in the result's dtype, which under autocast is wider if the tables are."""
+    """Return x, computed before `at`, in the dtype of the code's result.
+
+    Under autocast this dtype is wider than that of x if the tables' is.
+    """
     x, dtype = match["x"], value(match.root).dtype
-    x = _computed(at, x, _later_views(x, at, before, search))
+    x = _copied_before(at, x, _later_views(x, at, before, search))
     return x if value(x).dtype == dtype else derive(at, torch.Tensor.to, x, dtype)
 
 
 def _later_views(x: fx.Node, at: fx.Node, before: int, search: Search) -> set[fx.Node]:
-    """The views, casts and sizes from the position `before` on that x is made of."""
+    """Return the nodes from the position `before` on that x is computed from.
+
+    Raises Refused unless all of them are views, casts or sizes, which can be computed again before
+    `at`.
+    """
     order = search.state.order
-    found = {
-        one for one in needed_by(x, end=lambda one: order[one] < before) if order[one] >= before
-    }
-    for node in filter(is_tensor, found):
+    later = {n for n in needed_by(x, end=lambda n: order[n] < before) if order[n] >= before}
+    for node in filter(is_tensor, later):
         call = canonical(node)
         if call is None or call.op not in {*CHEAP, IDENTITY}:
             raise Refused(
                 f"{at.name} uses the first before {node.name}, of the second, is computed"
             )
-    return found
+    return later
 
 
-def _computed(at: fx.Node, node: fx.Node, again: set[fx.Node]) -> fx.Node:
-    """`node`, with those of `again` that it is made of computed before `at`."""
+def _copied_before(at: fx.Node, node: fx.Node, again: set[fx.Node]) -> fx.Node:
+    """Return a copy of `node` before `at`, and copies of the nodes of `again` that it uses."""
     if node not in again:
         return node
-    inputs = {one: _computed(at, one, again) for one in node.all_input_nodes}
+    inputs = {n: _copied_before(at, n, again) for n in node.all_input_nodes}
     with at.graph.inserting_before(at):
         return at.graph.node_copy(node, inputs.__getitem__)
 
 
 def _check_tables(matches: tuple[Match, ...], search: Search) -> None:
-    """Raise Refused if a table was written after something was made of it for one of `matches`."""
-    tables = made_of(node for match in matches for node in match["given"])
+    """Raise Refused if a table is written after it was read for one of `matches`."""
+    tables = with_sources(node for match in matches for node in match["given"])
     roots = [match.root for match in matches]
-    made = filter(is_repeated, tables)
-    first = min([*made, *roots], key=search.state.order.__getitem__)
+    computed = filter(is_repeatable, tables)
+    first = min([*computed, *roots], key=search.state.order.__getitem__)
     if search.state.written(tables, first, roots[-1]):
         raise Refused("a table is written in place before the rotation")
 
 
-def _place(q: Match, k: Match, search: Search) -> fx.Node:
-    """The node before which both results are unused, and all inputs are computed."""
+def _insertion_point(q: Match, k: Match, search: Search) -> fx.Node:
+    """Return the node before which one op for both rotations goes: no result is used before it.
+
+    Raises Refused if an input of the second is computed only after it, if the two run in different
+    modes, or if a tensor is written in place between them.
+    """
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
     views = _later_views(k["x"], at, state.order[at], search)
-    # The op gets q's tables, and k with its last views made again.
+    # The op reads q's tables, and k through copies of its last views.
     inputs = [v for v in (*q.values.values(), k["x"]) if isinstance(v, fx.Node)]
     if not state.one_mode([q.root, k.root, at, *filter(is_tensor, views)]):
         raise Refused("the two are rotated in different gradient or autocast modes")

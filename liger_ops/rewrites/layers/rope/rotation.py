@@ -1,8 +1,9 @@
-"""Reads a rotation from whatever code computes it, by comparison with the definition of the op.
+"""Read a rotation from whatever code computes it, by comparison with the definition of the op.
 
-A rotation is linear in x, and its elements mix only within a position. So the code is the matrix
-that it computes from the identity for x, with random numbers for the tables; it is the op if the
-op's definition computes that matrix from some of the tables, with some of its options.
+A rotation is linear in x, and its elements mix only within a position. Code of this kind is
+determined by one matrix: the result that it computes if x is the identity matrix, with random
+numbers for the tables. The code computes the op if the op's definition gives the same matrix, with
+some of the tables and some of the op's options.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from ...engine.canonical import calls, canonical, is_tensor, value
 from ...engine.casts import represents
 from ...engine.pattern import Match
 from .elements import Elements
-from .tables import Table, alike
+from .tables import Table, same_table
 
-# No head is wider, and the matrix of a wider row would be large.
+# Widest row that is read. No head is wider, and the matrix of a wider row would be large.
 WIDEST = 1024
-# What is done to tables on their way to the product, and that the op may do instead.
+# Operations between a table and the product that the op may do itself, such as to repeat the table
+# for both halves of x. The tables behind them are tried as the op's tables too.
 _UNDONE = {
     "expand", "getitem", "identity", "neg", "repeat_interleave", "stack", "unsqueeze", "view",
 }  # fmt: skip
@@ -34,8 +36,8 @@ TABLES = ("cos", "sin", "scale")
 ROUNDED = "a value on the way is rounded to a narrower dtype than that of the rotated tensor"
 
 
-class Options(NamedTuple):
-    """The options of the op, and whether sin is to be negated."""
+class RopeOptions(NamedTuple):
+    """The options of the op, and `back`: whether sin is negated, as in the backward rotation."""
 
     interleaved: bool = False
     per_pair: bool = False
@@ -43,13 +45,17 @@ class Options(NamedTuple):
     back: bool = False
 
 
-_OPTIONS = [Options(*flags) for flags in itertools.product((False, True), repeat=4)]
+_OPTIONS = [RopeOptions(*flags) for flags in itertools.product((False, True), repeat=4)]
 
 
 class Rotation(NamedTuple):
-    """The options, and the tables: equal ones together, first what the others are made of."""
+    """The options and the tables of a rotation.
 
-    options: Options
+    Several nodes may hold the same table. They are listed together, and those that the others are
+    computed from come first.
+    """
+
+    options: RopeOptions
     cos: list[Table]
     sin: list[Table] | None = None
     scale: list[Table] | None = None
@@ -58,8 +64,9 @@ class Rotation(NamedTuple):
 class Reader:
     """Matches the rotations whose last operation is `op`, as a `Pattern` does.
 
-    A match has the values x, cos and sin, and scale if both tables are multiplied by one; the whole
-    `Rotation`; and "given", the tables that x is multiplied by, which may be made of those.
+    A match has the values "x", "cos", "sin", and "scale" if both tables are multiplied by a number
+    or a table; "rotation", the whole `Rotation`; and "given", the tensors that x is multiplied by,
+    which may be computed from these tables.
     """
 
     OPS = ("add", "sub", "cat", "flatten", "view")
@@ -73,142 +80,160 @@ class Reader:
         if width is None or width > WIDEST:
             return None
         candidates = [x for x in elements.linear_in(node) if x is not node]
-        # The farthest first, which is x before its pairs are brought into halves.
+        # The farthest candidate first: that is x before its pairs are brought into halves.
         readings = [_Reading(elements, x, width) for x in reversed(candidates)]
-        close: Match | None = None
+        near_miss: Match | None = None
         for i, reading in enumerate(readings):
             rotation = reading.rotation()
             if not isinstance(rotation, Rotation):
                 if rotation is not None:
-                    close = Match(node, {"x": reading.x}, reading.nodes, rotation)
+                    near_miss = Match(node, {"x": reading.x}, reading.nodes, rotation)
                 continue
             for symbol in reading.symbols:
-                # Adds a guard.
+                # Adds a guard: the rotation was read with the number that the symbol has now.
                 int(symbol)
-            equal = [one for one in readings[i:] if torch.equal(one.matrix, reading.matrix)]
-            kept = [one for one in equal if one.holds_x()]
+            equal = [r for r in readings[i:] if torch.equal(r.matrix, reading.matrix)]
+            kept = [r for r in equal if r.holds_x()]
             if not kept:
                 return Match(node, {"x": equal[-1].x}, equal[-1].nodes, ROUNDED)
-            # Of several casts and copies the last.
+            # Of several casts and copies of x, take the last.
             return kept[-1].match(rotation)
-        return close
+        return near_miss
 
 
 class _Reading:
-    """The code between x and a result that is linear in it."""
+    """The code between x and a result that is linear in it, as a matrix.
+
+    Attributes:
+        matrix: row i has the result for the i-th unit vector as x.
+        given: the tensors that x is multiplied by, each with its number of columns and that of the
+            product.
+        symbols: the symbolic sizes whose current numbers the matrix depends on.
+    """
 
     def __init__(self, elements: Elements, x: fx.Node, width: int) -> None:
-        self.x, self._of = x, elements
+        self.x, self._code = x, elements
         self.nodes: frozenset[fx.Node] = frozenset()
         self.tables: list[Table] = []
-        # What x is multiplied by, and the numbers of columns of that and of the product.
         self.given: dict[fx.Node, tuple[int, int]] = {}
-        self._known: dict[Any, Tensor] = {(x, 1): torch.eye(width, **_WIDE)}
+        self._cache: dict[Any, Tensor] = {(x, 1): torch.eye(width, **_WIDE)}
         self.symbols = elements.symbols = []
         self.matrix: Tensor = self._elements(elements.root, 1)
 
     def _elements(self, node: fx.Node, inner: int) -> Tensor:
-        if (node, inner) not in self._known:
-            call, step = canonical(node), self._of.step(node, inner)
+        """Compute the elements of a value that is linear in x, for each unit vector as x."""
+        if (node, inner) not in self._cache:
+            call, step = canonical(node), self._code.step(node, inner)
             assert call is not None and step is not None
             self.nodes |= {node, *call.through}
-            given = [self._operand(one, of, node) for one, of in step.operands]
-            self._known[node, inner] = step.compute(*given)
-        return self._known[node, inner]
+            operands = [self._operand(x, x_inner, node) for x, x_inner in step.operands]
+            self._cache[node, inner] = step.compute(*operands)
+        return self._cache[node, inner]
 
-    def _operand(self, one: Any, inner: int, of: fx.Node) -> Any:
-        if not is_tensor(one):
-            return one if isinstance(one, (int, float)) else math.nan
-        if self.x in self._of.linear_in(one, inner):
-            return self._elements(one, inner)
-        inner = min(inner, value(one).dim())
-        dims = tuple(range(3 - value(one).dim() + inner, 3))
-        table = self._table(one, dims, inner)
-        if value(of).is_complex() and not table.is_complex():
-            self.tables.append(Table(one, dims, inner, table.to(torch.complex128)))
-        self.given[one] = table.shape[-1], self._of.number(value(of).shape[-1]) or 0
+    def _operand(self, operand: Any, inner: int, user: fx.Node) -> Any:
+        """Return the elements of an operand of `user`: of x's side, of a table, or a number."""
+        if not is_tensor(operand):
+            # NaN, for a symbolic number, is equal to nothing, so that no rotation is read.
+            return operand if isinstance(operand, (int, float)) else math.nan
+        if self.x in self._code.linear_in(operand, inner):
+            return self._elements(operand, inner)
+        inner = min(inner, value(operand).dim())
+        # Broadcasting aligns the table's positions with the last of x's three.
+        dims = tuple(range(3 - value(operand).dim() + inner, 3))
+        table = self._table(operand, dims, inner)
+        if value(user).is_complex() and not table.is_complex():
+            self.tables.append(Table(operand, dims, inner, table.to(torch.complex128)))
+        self.given[operand] = table.shape[-1], self._code.number(value(user).shape[-1]) or 0
         return table
 
     def _table(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
-        """The elements of a table, made of those of the tables that it is made of."""
-        if (node, dims, inner) not in self._known:
-            found = self._known[node, dims, inner] = self._made(node, dims, inner)
+        """Compute a table's elements from the elements of its source tables."""
+        if (node, dims, inner) not in self._cache:
+            elements = self._cache[node, dims, inner] = self._from_sources(node, dims, inner)
             if isinstance(node, fx.Node):
-                self.tables.append(Table(node, dims, inner, found))
-        return self._known[node, dims, inner]
+                self.tables.append(Table(node, dims, inner, elements))
+        return self._cache[node, dims, inner]
 
-    def _made(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
+    def _from_sources(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
         call = canonical(node)
         if call is not None and call.op == "unsqueeze":
-            # Dynamo's symbol of an argument that is a dimension is a constant.
-            place = int(value(call.args[1]))
-            place += len(dims) + inner if place < 0 else 0
-            if place < len(dims):
-                return self._table(call.args[0], (*dims[:place], *dims[place + 1 :]), inner)
+            # Dynamo may make a symbol of a dimension that is an argument; it is a constant.
+            dim = int(value(call.args[1]))
+            dim += len(dims) + inner if dim < 0 else 0
+            if dim < len(dims):
+                return self._table(call.args[0], (*dims[:dim], *dims[dim + 1 :]), inner)
         if call is not None and call.op in _UNDONE and isinstance(node, fx.Node):
-            step = self._of.step(node, inner)
-            if step is not None and all(isinstance(one, fx.Node) for one, _ in step.operands):
-                return step.compute(*(self._table(one, dims, of) for one, of in step.operands))
+            step = self._code.step(node, inner)
+            if step is not None and all(isinstance(x, fx.Node) for x, _ in step.operands):
+                return step.compute(*(self._table(x, dims, i) for x, i in step.operands))
         return self._numbers(node, dims, inner)
 
     def _numbers(self, node: Any, dims: tuple[int, ...], inner: int) -> Tensor:
-        """Numbers for a table, the same for tables that are made in the same way."""
+        """Draw numbers for a table; tables that are computed in the same way get the same."""
         for table in self.tables:
-            if (table.dims, table.inner) == (dims, inner) and alike(table.node, node):
+            if (table.dims, table.inner) == (dims, inner) and same_table(table.node, node):
                 return table.elements
-        sizes = self._of.sizes(node, inner)
+        sizes = self._code.sizes(node, inner)
         assert sizes is not None
         generator = torch.Generator("cpu").manual_seed(len(self.tables))
         real, imaginary = torch.rand((2, 1, *sizes), generator=generator, **_WIDE) + 1
         return torch.complex(real, imaginary) if value(node).is_complex() else real
 
     def holds_x(self) -> bool:
-        """Whether no value on the way is rounded to a narrower dtype than that of x."""
+        """Return whether no intermediate value is rounded to a narrower dtype than that of x."""
         casts = (calls(node, "cast") for node in self.nodes)
-        dtypes = {value(self._of.root).dtype, *(one.args[1] for one in casts if one)}
+        dtypes = {value(self._code.root).dtype, *(cast.args[1] for cast in casts if cast)}
         return all(represents(dtype, value(self.x).dtype) for dtype in dtypes)
 
     def match(self, rotation: Rotation) -> Match:
         values = {"x": self.x, "rotation": rotation, "given": (*self.given,)}
         tables = zip(TABLES, rotation[1:], strict=True)
         values |= {name: equal[0].node for name, equal in tables if equal is not None}
-        return Match(self._of.root, values, self.nodes)
+        return Match(self._code.root, values, self.nodes)
 
     def rotation(self) -> Rotation | str | None:
-        """The rotation that the matrix is, or how code that mixes the same elements differs from
-        the op; None for other code."""
+        """Return the rotation that the matrix is.
+
+        For code that mixes the same elements as the op, but is another computation, return how it
+        differs; for other code None.
+        """
+        # Which elements of x each element of the result depends on. An element that is rotated
+        # depends on two, an element that passes through on one.
         mixed = self.matrix != 0
         R = int((mixed.sum(0) == 2).sum())
         pairings = _pairings(len(mixed), R)
-        options = [one for one, elements in pairings.items() if torch.equal(elements, mixed)]
-        if not R and any(one.elements.is_complex() for one in self.tables):
-            # Complex numbers by real ones, of which the op says that it does not take them.
-            options = [Options()]
+        options = [option for option, pairs in pairings.items() if torch.equal(pairs, mixed)]
+        if not R and any(table.elements.is_complex() for table in self.tables):
+            # Complex numbers times real tables. The op refuses these, with a message of its own.
+            options = [RopeOptions()]
         if not options:
-            is_inverse = any(torch.equal(one, mixed.T) for one in pairings.values())
+            is_inverse = any(torch.equal(pairs, mixed.T) for pairs in pairings.values())
             return "it reads pairs in halves and writes them interleaved" if is_inverse else None
-        tables, factors = _together(self.tables), self.matrix[:, :R][mixed[:, :R]].abs()
-        numbers, is_signed = [one.elements for one in self.tables], False
+        # `factors` are the numbers that the elements of x are multiplied by. All of them must occur
+        # in the tables, or in products of two tables if these are scaled. That is checked first,
+        # because trying the options takes longer.
+        tables, factors = _candidate_tables(self.tables), self.matrix[:, :R][mixed[:, :R]].abs()
+        numbers, is_signed = [table.elements for table in self.tables], False
         scales: Sequence[list[Table] | None] = (None,)
-        if is_scaled := not _have(numbers, factors):
+        if is_scaled := not _occur_in(numbers, factors):
             pairs = itertools.combinations(numbers, 2)
             products = [
                 a * b for a, b in pairs if a.shape == b.shape or (1, 1) in (a.shape, b.shape)
             ]
-            if not _have([*numbers, *products], factors):
+            if not _occur_in([*numbers, *products], factors):
                 return None
             scales = tables
         for scale, cos, sin in itertools.product(scales, tables, (*tables, None)):
-            given = [one[0].elements for one in (cos, sin) if one is not None]
+            elements = [equal[0].elements for equal in (cos, sin) if equal is not None]
             if scale is not None:
-                by = scale[0].elements
-                if any(by.shape not in ((1, 1), one.shape) for one in given):
+                factor = scale[0].elements
+                if any(factor.shape not in ((1, 1), x.shape) for x in elements):
                     continue
-                given = [one * by for one in given]
-            for one in options if _have(given, factors) else ():
-                defined = _defined(len(mixed), one, *given)
+                elements = [x * factor for x in elements]
+            for option in options if _occur_in(elements, factors) else ():
+                defined = _defined(len(mixed), option, *elements)
                 if defined is not None and torch.equal(defined, self.matrix):
-                    return Rotation(one, cos, sin, scale)
+                    return Rotation(option, cos, sin, scale)
                 is_signed |= defined is not None and torch.equal(defined.abs(), self.matrix.abs())
         if is_signed:
             return "its signs are not those of a rotation"
@@ -220,31 +245,40 @@ class _Reading:
         return "the two elements of a pair are multiplied by different tables"
 
 
-def _together(tables: Sequence[Table]) -> list[list[Table]]:
-    """The tables of a number an element, and those of a matrix a pair; equal ones together."""
-    found: dict[Any, list[Table]] = {}
+def _candidate_tables(tables: Sequence[Table]) -> list[list[Table]]:
+    """Return the tables that may be the op's, with equal tables grouped.
+
+    They have a number for each element or pair, or a matrix of 2 by 2 for each pair.
+    """
+    groups: dict[Any, list[Table]] = {}
     for table in tables:
         if table.inner in (1, 3):
             key = table.inner, table.elements.dtype, *table.elements.flatten().tolist()
-            found.setdefault(key, []).append(table)
-    return list(found.values())
+            groups.setdefault(key, []).append(table)
+    return list(groups.values())
 
 
-def _have(tables: Sequence[Tensor], factors: Tensor) -> bool:
-    numbers = [torch.view_as_real(one) if one.is_complex() else one for one in tables]
-    return bool(torch.isin(factors, torch.cat([one.abs().flatten() for one in numbers])).all())
+def _occur_in(tables: Sequence[Tensor], factors: Tensor) -> bool:
+    """Return whether every factor is, up to its sign, a number of one of these tables."""
+    numbers = [torch.view_as_real(x) if x.is_complex() else x for x in tables]
+    return bool(torch.isin(factors, torch.cat([x.abs().flatten() for x in numbers])).all())
 
 
 @functools.lru_cache
-def _pairings(width: int, R: int) -> dict[Options, Tensor]:
-    """Which elements the definition mixes, for each of its options that takes R of them."""
-    ones = {one: torch.ones((1, R // (1 + one.per_pair)), **_WIDE) for one in _OPTIONS}
-    found = {one: _defined(width, one, table, table) for one, table in ones.items()}
-    return {one: defined != 0 for one, defined in found.items() if defined is not None}
+def _pairings(width: int, R: int) -> dict[RopeOptions, Tensor]:
+    """Return which elements the definition mixes if it rotates R of them, for each of its options.
+
+    Options with which it does not take R elements are left out.
+    """
+    tables = {o: torch.ones((1, R // (1 + o.per_pair)), **_WIDE) for o in _OPTIONS}
+    matrices = {o: _defined(width, o, table, table) for o, table in tables.items()}
+    return {o: matrix != 0 for o, matrix in matrices.items() if matrix is not None}
 
 
-def _defined(width: int, options: Options, cos: Tensor, sin: Tensor | None = None) -> Tensor | None:
-    """The matrix of the op's definition, or None if it does not take these tables."""
+def _defined(
+    width: int, options: RopeOptions, cos: Tensor, sin: Tensor | None = None
+) -> Tensor | None:
+    """Return the matrix of the op's definition, or None if it does not take these tables."""
     x = torch.eye(width, **_WIDE)[:, None, None]
     interleaved, per_pair, deinterleave, back = options
     sin = -sin if back and sin is not None else sin
