@@ -56,7 +56,7 @@ class Accelerator:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the device is simulated: it computes the results, but its times mean nothing."""
+        """True on a simulated device, which computes results, but whose times mean nothing."""
         return bool(getattr(self.module, "is_simulated", False))
 
     @property

@@ -49,7 +49,7 @@ LOGITS = f"{OUTPUT}logits"
 
 def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
     """Measure what the rewrites, and `fuse` if it was called, change of a model on a batch."""
-    runs = _Compiled(model, args, kwargs)
+    runs = _CompiledRuns(model, args, kwargs)
     found = runs.compared()
     if not runs.changed_parts:
         return found
@@ -85,7 +85,7 @@ def as_unchanged(modules: Iterable[nn.Module]) -> Iterator[int]:
         yield sum(stack.enter_context(undo(module)) for module in modules for undo in UNCHANGED)
 
 
-class _Compiled:
+class _CompiledRuns:
     """Compiled runs of one model on one batch."""
 
     def __init__(self, model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

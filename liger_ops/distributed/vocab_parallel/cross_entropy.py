@@ -14,9 +14,9 @@ from ...ops.heads.head import (
     GRADIENTS,
     HEAD,
     Head,
-    both,
     divisor,
     finished_in_forward,
+    first_given,
     shaped,
     still_missing,
 )
@@ -78,7 +78,7 @@ def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
         op, call, tokens, (call.lse, call.lse_error), _upstream(call, tokens, shard), shard,
         output_mask=missing, **dict.fromkeys(GRADIENTS.split()),
     )  # fmt: skip
-    return both(done, computed)
+    return first_given(done, computed)
 
 
 def _upstream(call: Any, tokens: ShardTokens, shard: VocabShard) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...library import OPS
 from ...ops.heads.gradients import HeadGradients
-from ...ops.heads.head import Head, both, finished_in_forward, rows_of, shaped, still_missing
+from ...ops.heads.head import Head, finished_in_forward, first_given, rows_of, shaped, still_missing
 from ...ops.heads.two_heads import (
     divisor,
     mixed,
@@ -74,7 +74,7 @@ def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     head_gradients = heads.gradients(missing, in_forward=False)
     for chunk in heads.chunks():
         head_gradients.add(chunk.head, heads.dlogits(chunk, statistics[:, chunk.tokens], upstream))
-    return both(done, shaped(head_gradients.results(), call))
+    return first_given(done, shaped(head_gradients.results(), call))
 
 
 class StudentTeacherChunk(NamedTuple):

@@ -184,7 +184,7 @@ def still_missing(wanted: list[bool], finished: Sequence[Tensor | None]) -> list
     return [want and gradient is None for want, gradient in zip(wanted, finished, strict=True)]
 
 
-def both(
+def first_given(
     first: Sequence[Tensor | None], second: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Take each gradient from `first` or, where that is None, from `second`."""

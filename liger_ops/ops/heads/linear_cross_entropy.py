@@ -15,10 +15,10 @@ from .gradients import gradients_of_definition
 from .head import (
     GRADIENTS,
     Head,
-    both,
     cast_as_linear,
     divisor,
     finished_in_forward,
+    first_given,
     needed_gradients,
     shaped,
     still_missing,
@@ -262,7 +262,7 @@ def linear_cross_entropy_backward(call: Any) -> Any:
         values["total_weight"] = call.total_weight
         dlogits = _GRADIENT.definition(*_of_chunk(_GRADIENT, call, chunk, logits, **values))
         gradients.add(chunk_head, dlogits)
-    return both(finished, shaped(gradients.results(), call))
+    return first_given(finished, shaped(gradients.results(), call))
 
 
 def upstream_of_tokens(call: Any) -> list[Tensor | None]:

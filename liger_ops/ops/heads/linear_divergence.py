@@ -16,9 +16,9 @@ from ..losses.divergence import OPTIONS as DIVERGENCE
 from .gradients import gradients_of_definition
 from .head import (
     GRADIENTS,
-    both,
     cast_as_linear,
     finished_in_forward,
+    first_given,
     needed_gradients,
     shaped,
     still_missing,
@@ -386,7 +386,7 @@ def linear_divergence_backward(call: Any) -> Any:
     for chunk, part, student, teacher, targets in chunks_of_logits(call):
         of_chunk = [None if grad is None else grad[chunk] for grad in upstream]
         gradients.add(part, dlogits_of(call, of_chunk, student, teacher, targets))
-    return both(finished, shaped(gradients.results(), call))
+    return first_given(finished, shaped(gradients.results(), call))
 
 
 library.keep_dtypes_under_autocast("linear_divergence_forward", "linear_divergence_backward")

@@ -36,7 +36,7 @@ NORMS = (torch.ops.liger.layer_norm.default, torch.ops.liger.rms_norm.default)
 
 def rewrite(norm_name: str, graph: fx.Graph, report: Report) -> None:
     search = Search(graph, report, f"modulated_{norm_name}", shared=NORMS)
-    by_norm: dict[fx.Node, list[_Modulation]] = defaultdict(list)
+    by_norm: dict[fx.Node, list[_ModulatedResult]] = defaultdict(list)
     for match, replacement in search.matches(SPELLINGS[norm_name]):
         try:
             modulation = _modulation_by(match, replacement, search)
@@ -64,7 +64,7 @@ def rewrite(norm_name: str, graph: fx.Graph, report: Report) -> None:
 
 
 @dataclass(frozen=True)
-class _Modulation:
+class _ModulatedResult:
     """A modulation of a norm's result, and the op that may replace both.
 
     `op` is in the graph, without users; `new` is its result cast to the dtype of the code's.
@@ -76,7 +76,7 @@ class _Modulation:
     new: fx.Node
 
 
-def _modulation_by(match: Match, replacement: Replacement, search: Search) -> _Modulation:
+def _modulation_by(match: Match, replacement: Replacement, search: Search) -> _ModulatedResult:
     (norm,) = (node for node in match.nodes if node.target in NORMS)
     with attempt(search.graph), modes_of(norm, search.state) as is_outside:
         target, args = replacement(match)
@@ -86,7 +86,7 @@ def _modulation_by(match: Match, replacement: Replacement, search: Search) -> _M
         check_results({match.root: value(new)}, search.state)
         if is_outside:
             mark(op)
-    return _Modulation(match, norm, op, new)
+    return _ModulatedResult(match, norm, op, new)
 
 
 def _is_widened(match: Match, op: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from .... import library
 from .elementwise import as_rows, parts
 
 
-class Activation(NamedTuple):
+class GatedActivation(NamedTuple):
     """An activation's name in kernels, its scalars, and whether a packed gate is interleaved."""
 
     name: str
@@ -17,12 +17,14 @@ class Activation(NamedTuple):
     interleaved: bool = False
 
 
-ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
-    "swiglu": lambda call: Activation("swiglu", (call.gate_multiplier, call.down_multiplier, 0.0)),
-    "clamped_swiglu": lambda call: Activation(
+ACTIVATIONS: dict[str, Callable[[Any], GatedActivation]] = {
+    "swiglu": lambda call: GatedActivation(
+        "swiglu", (call.gate_multiplier, call.down_multiplier, 0.0)
+    ),
+    "clamped_swiglu": lambda call: GatedActivation(
         "clamped_swiglu", (call.alpha, call.limit, call.up_offset), call.interleaved
     ),
-    "geglu": lambda call: Activation(f"geglu_{call.approximate}", (0.0, 0.0, 0.0)),
+    "geglu": lambda call: GatedActivation(f"geglu_{call.approximate}", (0.0, 0.0, 0.0)),
 }
 
 

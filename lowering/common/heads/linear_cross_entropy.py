@@ -9,7 +9,15 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.gradients import WEIGHT
-from ....ops.heads.head import HEAD, Head, both, divisor, finished_in_forward, shaped, still_missing
+from ....ops.heads.head import (
+    HEAD,
+    Head,
+    divisor,
+    finished_in_forward,
+    first_given,
+    shaped,
+    still_missing,
+)
 from ....ops.heads.linear_cross_entropy import upstream_of_tokens
 from ..losses.cross_entropy import given_tokens, tokens_of
 from .chunked_head import Device, chunked_tokens
@@ -52,4 +60,4 @@ def backward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
         device.cross_entropy.gradient(call, grads, logits, tokens.chunk(chunk), logits)
         gradients.add(chunk_head, logits)
     del logits
-    return both(finished, shaped(gradients.results(), call))
+    return first_given(finished, shaped(gradients.results(), call))

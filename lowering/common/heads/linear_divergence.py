@@ -12,7 +12,14 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.gradients import BIAS, WEIGHT
-from ....ops.heads.head import Head, both, finished_in_forward, rows_of, shaped, still_missing
+from ....ops.heads.head import (
+    Head,
+    finished_in_forward,
+    first_given,
+    rows_of,
+    shaped,
+    still_missing,
+)
 from ....ops.heads.two_heads import (
     mixed,
     reduced,
@@ -120,7 +127,7 @@ def backward(device: Device, call: Any) -> Outputs:
         rows.gradient(upstream, student, teacher, by_token, **where)
         gradients.add(chunk_head, student)
     del student, teacher
-    return both(finished, shaped(gradients.results(), call))
+    return first_given(finished, shaped(gradients.results(), call))
 
 
 def _teacher_of_words(call: Any, student: ChunkedHead) -> Iterator[Tensor]:

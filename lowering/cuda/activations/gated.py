@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.activations.elementwise import row_stride
-from ...common.activations.gated import Activation, register
+from ...common.activations.gated import GatedActivation, register
 from ...common.triton_math import gated, gated_gradients
 from ..launch import Plan
 from .elementwise import columns, launch_tiles, place
@@ -74,7 +74,7 @@ def _gated_backward_kernel(
 
 
 def launch_gated(
-    activation: Activation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
+    activation: GatedActivation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
 ) -> None:
     launch_tiles(
         _gated_kernel, plan, y,
@@ -85,7 +85,7 @@ def launch_gated(
 
 
 def launch_gated_backward(
-    activation: Activation, dy: Tensor, *others: Tensor | None, plan: Plan | None
+    activation: GatedActivation, dy: Tensor, *others: Tensor | None, plan: Plan | None
 ) -> None:
     tensors = (dy, *others)
     launch_tiles(

@@ -74,7 +74,7 @@ KINDS = {
 SMALL = ExpertTiles(64, 64, 16, 4, 2)
 
 
-class _Lora(NamedTuple):
+class _LoraTerm(NamedTuple):
     """A term that is added to a product of rows: rows u, sorted by expert, times b[e].T, where b is
     (E, N, R)."""
 
@@ -86,10 +86,10 @@ class _Lora(NamedTuple):
         return (0, 0, 0, 1) if self.b is None else (*self.b.stride(), self.b.shape[2])
 
 
-NO_LORA = _Lora()
+NO_LORA = _LoraTerm()
 
 
-class _Experts:
+class _ExpertLaunches:
     """The tensors and scalars of a call that its kernels take, and the launches of the kernels.
 
     There are two orders of the n rows: *by expert*, in the order of `order`, so that the rows of an
@@ -124,7 +124,7 @@ class _Experts:
     def launch(
         self, kernel: Any, tiles: ExpertTiles, width: int, N: int, K: int, even: int,
         tensors: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
-        numbers: tuple[Any, ...], lora: _Lora = NO_LORA, **constants: Any,
+        numbers: tuple[Any, ...], lora: _LoraTerm = NO_LORA, **constants: Any,
     ) -> None:  # fmt: skip
         """Launch a product of blocks of rows, with N columns, of which a tile has `width`.
 
@@ -164,13 +164,13 @@ class _Experts:
             _up_kernel, tiles, width, self.I, self.D, width,
             (x, call.gate_up, _contiguous(call.gate_up_bias)), (pre, act),
             (self.D, self.I, self.top_k, x.stride(0), stride_e, stride_n, stride_k, *self.scalars),
-            _Lora(self.of_up(), call.gate_up_lora_b),
+            _LoraTerm(self.of_up(), call.gate_up_lora_b),
             ACTIVATION=self.activation, INTERLEAVED=call.interleaved, PAIRED=paired,
         )  # fmt: skip
 
     def rows(
         self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None = None,
-        lora: _Lora = NO_LORA, scale: float | None = None, of_tokens: bool = False,
+        lora: _LoraTerm = NO_LORA, scale: float | None = None, of_tokens: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return x @ weight[e].T + bias[e], plus a LoRA.
 
@@ -261,12 +261,12 @@ class _Experts:
         product = F.grouped_mm(left.mT, right, offs=self.offsets[1:])
         outputs[i] = product.mT if transposed else product
 
-    def lora_of_gradient(self, name: str, dy: Tensor, of_tokens: bool) -> _Lora:
+    def lora_of_gradient(self, name: str, dy: Tensor, of_tokens: bool) -> _LoraTerm:
         """Return the term that the LoRA of gate_up or down adds to the gradient of its input."""
         a, b, scale = (getattr(self.call, f"{name}_lora_{part}") for part in ("a", "b", "scale"))
         if a is None or b is None:
             return NO_LORA
-        return _Lora(self.low_rank(dy, b.mT, scale, of_tokens), a.mT)
+        return _LoraTerm(self.low_rank(dy, b.mT, scale, of_tokens), a.mT)
 
     def lora_gradients(
         self, outputs: list[Tensor | None], name: str, dy: Tensor, x: Tensor, du: Tensor | None,
@@ -325,10 +325,12 @@ def moe_experts_forward(
         offsets.zero_()
         return
     sort(call.top_k_index, order, offsets)
-    experts = _Experts(call, order, offsets)
+    experts = _ExpertLaunches(call, order, offsets)
     act = experts.empty(experts.I)
     experts.up(pre_activation, act)
-    lora = _Lora(experts.low_rank(act, call.down_lora_a, call.down_lora_scale), call.down_lora_b)
+    lora = _LoraTerm(
+        experts.low_rank(act, call.down_lora_a, call.down_lora_scale), call.down_lora_b
+    )
     values = experts.rows("down", act, call.down, call.down_bias, lora)
     experts.combine(values, experts.weights, y)
 
@@ -338,7 +340,7 @@ def moe_experts_forward(
 def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     outputs = list(library.allocate("moe_experts_backward", call))
     dx, _, ddown, dtop_k_weights, dgate_up_bias, ddown_bias, *dloras = outputs
-    experts = _Experts(call, call.order, call.offsets)
+    experts = _ExpertLaunches(call, call.order, call.offsets)
     if experts.n == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
     dy, x, pre = rows(call.dy).contiguous(), rows(call.x).contiguous(), call.pre_activation

@@ -75,7 +75,7 @@ def heads_of_position(heads: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Rotation:
+class _HeadTables:
     """The tables and the pairs of a call, for a head of D elements: `half` pairs, and `copied`
     elements after them that are not rotated."""
 
@@ -85,7 +85,7 @@ class _Rotation:
     constants: dict[str, Any]
 
 
-def _rotation(call: Any, plan: HeadsPlan) -> _Rotation:
+def _rotation(call: Any, plan: HeadsPlan) -> _HeadTables:
     """Return the rotation of a call, with the constants of its kernel."""
     B, _, _, D = call.q.shape
     half = rotated_columns(call.cos, call.sin, call.per_pair) // 2
@@ -100,7 +100,7 @@ def _rotation(call: Any, plan: HeadsPlan) -> _Rotation:
         "BLOCK_C": max(2, next_power_of_2(copied)) if copied else 1,
         "num_warps": max(1, plan.threads // WARP_SIZE),
     }  # fmt: skip
-    return _Rotation(tables, half, copied, constants)
+    return _HeadTables(tables, half, copied, constants)
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.activations.elementwise import row_stride
-from ...common.activations.gated import Activation, register
+from ...common.activations.gated import GatedActivation, register
 from ...common.triton_math import gated, gated_gradients
 from ..tiling import COSTS, Cost, Plan
 from .elementwise import launch_tiles, load, place, store, tiles
@@ -90,13 +90,13 @@ def _gated_backward_kernel(
                 store(dup_ptr, row, col, M, N, stride_dup, dup, BLOCK_M, BLOCK_N)
 
 
-def _cost(activation: Activation) -> str:
+def _cost(activation: GatedActivation) -> str:
     """Return the forward kernel's key in COSTS."""
     return f"interleaved_{activation.name}" if activation.interleaved else activation.name
 
 
 def launch_gated(
-    activation: Activation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
+    activation: GatedActivation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
 ) -> None:
     launch_tiles(
         _cost(activation), _gated_kernel, plan,
@@ -106,7 +106,7 @@ def launch_gated(
 
 
 def launch_gated_backward(
-    activation: Activation, dy: Tensor, *others: Tensor | None, plan: Plan | None
+    activation: GatedActivation, dy: Tensor, *others: Tensor | None, plan: Plan | None
 ) -> None:
     tensors = [dy, *others]
     launch_tiles(

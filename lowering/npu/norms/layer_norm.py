@@ -326,7 +326,7 @@ def launch_layer_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
             norm.dy, x, norm.weight, norm.scale, mean, rstd, mean_g, projection,
             M, N, norm.rows_of_weight, norm.eps,
         )  # fmt: skip
-        statistics = wide_backward.RowStatistics(rstd, projection, mean, mean_g)
+        statistics = wide_backward.NormStatistics(rstd, projection, mean, mean_g)
         wide_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)

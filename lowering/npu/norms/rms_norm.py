@@ -337,7 +337,7 @@ def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
             M, N, norm.rows_of_weight, *numbers,
             NEEDS_DX=norm.dx is not None,
         )  # fmt: skip
-        statistics = wide_backward.RowStatistics(rstd=rstd, projection=projection)
+        statistics = wide_backward.NormStatistics(rstd=rstd, projection=projection)
         wide_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)

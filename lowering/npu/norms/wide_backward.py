@@ -21,7 +21,7 @@ from .norm_backward import NormBackward
 
 
 @dataclass(frozen=True)
-class RowStatistics:
+class NormStatistics:
     """Statistics of whole rows, (M,) float32 each.
 
     g is the gradient of xhat: dy times the weight and the modulation. projection is mean(g * xhat).
@@ -116,7 +116,7 @@ def _wide_backward_kernel(
             tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
 
 
-def launch_wide_backward(norm: NormBackward, statistics: RowStatistics, plan: Plan | None) -> None:
+def launch_wide_backward(norm: NormBackward, statistics: NormStatistics, plan: Plan | None) -> None:
     """Launch the elementwise part of the backward of a norm for wide or modulated rows."""
     N = norm.x.shape[1]
     op = "wide_backward" if norm.token is None else "modulated_columns"
