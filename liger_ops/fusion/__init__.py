@@ -25,7 +25,7 @@ from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
 from .unfused import check_module, unfuse, verified
-from .unknown_arguments import naming_unknown
+from .unknown_arguments import explain_unknown_keywords
 
 # For each switch: what plans the changes of a model.
 PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
@@ -44,7 +44,7 @@ KINDS = {"rope": Rotary.title}
 __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
 
-@naming_unknown
+@explain_unknown_keywords
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,

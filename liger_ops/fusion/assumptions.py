@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .asked import is_own
+from .asked import is_library_code
 from .classes import BEFORE
-from .news import is_news
+from .news import first_time
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 from .sharding import keep_results, only_gather
 
@@ -284,7 +284,7 @@ class Reads:
 
 def _gives(frame: types.FrameType) -> bool:
     """Whether code that reads a module's __dict__ is not PyTorch's, or is `dir`."""
-    return not is_own(frame) or frame.f_code.co_name == "__dir__"
+    return not is_library_code(frame) or frame.f_code.co_name == "__dir__"
 
 
 def _kind(module: nn.Module, name: str) -> str | None:
@@ -347,7 +347,7 @@ def say_once(module: nn.Module, reason: str) -> None:
     if torch.compiler.is_compiling():
         # A warning would break the graph.
         return
-    if is_news(module, reason):
+    if first_time(module, reason):
         warnings.warn(
             f"liger_ops: {type(module).__name__} runs its own code, not a fused one: {reason}",
             stacklevel=4,

@@ -24,7 +24,7 @@ from .assumptions import is_set_on, say_once
 from .layers.experts import peft_experts
 from .layers.installed import Facts
 from .layers.program import CHILD, OP, Program, Step, Value
-from .loss.head import obstacle_beside
+from .loss.head import call_side_effect
 from .loss.lora import LAYER, NUMBERS, adapters_of
 from .planning import Plan
 from .probing import NotAnOp, Probes
@@ -148,7 +148,7 @@ def _projections(program: Program) -> tuple[str, str, str, Step, str] | None:
 
 def _if_not_called(layer: Any) -> Lora | None:
     """What a layer computes, if a call of it does nothing else."""
-    if _computes_base(layer) or obstacle_beside(layer, "it"):
+    if _computes_base(layer) or call_side_effect(layer, "it"):
         return None
     lora = lora_of(layer)
     return lora if isinstance(lora, Lora) else None
@@ -184,7 +184,7 @@ def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
         return f"its adapter has a dropout of {dropout.p}"
     parts = (base, "its base_layer"), (dropout, "its dropout"), (lora_a, "its lora_A")
     for part, what in (*parts, (lora_b, "its lora_B")):
-        reason = obstacle_beside(part, what)
+        reason = call_side_effect(part, what)
         if reason is not None:
             return reason
     scale = layer.scaling[name]

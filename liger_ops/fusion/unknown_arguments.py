@@ -14,8 +14,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def naming_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function say of a keyword that it does not have where that belongs."""
+def explain_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function to raise, for an unknown keyword, a TypeError that says where it belongs."""
     accepted = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ...torch_private import DataDependentOutputException
 from .. import classes
-from ..asked import is_own, watched
+from ..asked import is_library_code, watched
 from ..assumptions import Reads
 from ..probing import MODULE_STATE, NotAnOp, dtype_name, first_line, own_attributes
 from ..sharding import shape_of
@@ -234,12 +234,12 @@ class StandIn(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        if is_own(sys._getframe(1)):
+        if is_library_code(sys._getframe(1)):
             return StandIn
         raise NotAnOp(f"it asks for the class of its {self.name}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in MODULE_STATE or is_own(sys._getframe(1)):
+        if name in MODULE_STATE or is_library_code(sys._getframe(1)):
             raise AttributeError(name)
         raise NotAnOp(f"it reads {name} of its {self.name}")
 
