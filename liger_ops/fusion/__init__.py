@@ -16,7 +16,7 @@ from . import lora as lora_layers
 from . import loss as losses
 from .attention import attention as attentions
 from .layers.experts.experts import Experts
-from .layers.experts.router_losses import RouterLosses
+from .layers.experts.router_losses import RouterLossFunctions
 from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
@@ -36,7 +36,7 @@ PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
     "hyper_connections": (HyperConnections.plan,),
     "lora": (lora_layers.plan,),
     # The loss with the head is fused after these.
-    "loss": (RouterLosses.plan,),
+    "loss": (RouterLossFunctions.plan,),
 }
 # The kind of a switch's findings, where it has another name.
 KINDS = {"rope": Rotary.title}

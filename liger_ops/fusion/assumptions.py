@@ -144,7 +144,7 @@ class Assumptions(NamedTuple):
         for state in self.states:
             reason = state.change(module)
             if reason is not None:
-                say_once(module, reason)
+                warn_once(module, reason)
                 return False
         return (x.dtype, x.dtype) in self.dtypes
 
@@ -342,7 +342,7 @@ def is_set_on(module: nn.Module, name: str) -> bool:
     return name in vars(module)
 
 
-def say_once(module: nn.Module, reason: str) -> None:
+def warn_once(module: nn.Module, reason: str) -> None:
     """Warn that a module runs its own code, once per module and reason."""
     if torch.compiler.is_compiling():
         # A warning would break the graph.

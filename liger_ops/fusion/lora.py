@@ -20,10 +20,10 @@ from ..ops.activations.tiled_mlp import ACTIVATIONS
 from ..ops.lora_linear import lora_linear
 from ..torch_private import FakeTensor
 from . import classes, sharding
-from .assumptions import is_set_on, say_once
+from .assumptions import is_set_on, warn_once
 from .layers.experts import peft_experts
-from .layers.installed import Facts
-from .layers.program import CHILD, OP, Program, Step, Value
+from .layers.installed import ModuleFacts
+from .layers.program import CHILD, OP, Program, ProgramStep, Value
 from .loss.head import call_side_effect
 from .loss.lora import LAYER, NUMBERS, adapters_of
 from .planning import Plan
@@ -88,7 +88,7 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
             return base.forward(self, x, *args, **kwargs)
         lora = lora_of(self) if base.forward is original else "its class has another forward"
         if isinstance(lora, str):
-            say_once(self, lora)
+            warn_once(self, lora)
             return base.forward(self, x)
         return lora_linear(x, *lora) if _fits(self, x, lora) else original(self, x)
 
@@ -99,7 +99,7 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
     return {"forward": forward, READER: read}
 
 
-def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+def below_gated(forward: Callable[..., Any], facts: ModuleFacts) -> Callable[..., Any]:
     """The forward of a gated MLP whose last projection may have a LoRA, from one that calls it: the
     activation then is in the projection's op, which does not keep it."""
     found = _projections(facts.program)
@@ -126,7 +126,7 @@ def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]
     return adapted
 
 
-def _projections(program: Program) -> tuple[str, str, str, Step, str] | None:
+def _projections(program: Program) -> tuple[str, str, str, ProgramStep, str] | None:
     """The names of gate, up and down of down(op(gate(x), up(x))), the op, and the activation of
     lora_linear that it is, or None for anything else."""
     x, *values = (Value(i) for i in range(5))

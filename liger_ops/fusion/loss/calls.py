@@ -100,6 +100,7 @@ class DeferringHead:
 
         def compute(hidden: Tensor) -> Tensor:
             value = self.loss_value(self.source(logits, hidden), target, options)
+            # The dtype that PyTorch's cross_entropy of these logits returns.
             dtype = logits.transform.dtype or call.dtype_for(hidden)
             return value.to(torch.float32 if is_widened and dtype.itemsize < 4 else dtype)
 
@@ -116,8 +117,8 @@ class DeferringHead:
 
     def source(self, logits: Deferral, hidden: Tensor) -> LossSource:
         assert self.head is not None
-        loss = ShardedHeadLoss if head_hooks.is_over_words(self.head) else HeadLoss
-        return loss(logits, hidden, self.head, self.options)
+        source = ShardedHeadLoss if head_hooks.is_over_words(self.head) else HeadLoss
+        return source(logits, hidden, self.head, self.options)
 
     def finish(self) -> None:
         """Forget the logits, which would otherwise live on in a reference cycle."""

@@ -152,6 +152,7 @@ class Deferral:
         return self._record(Tensor.add, other, transform=self.transform.plus(other, self.dtype()))
 
     def tanh(self) -> Any:
+        # The op caps once.
         if self.transform.capped:
             return NOT_RECORDED
         return self._record(Tensor.tanh, transform=replace(self.transform, capped=True))
@@ -248,6 +249,7 @@ class Deferral:
             return False
         if not 0 < other.dim() <= self.dim():
             return False
+        # The op adds a bias to the product, before scale and cap.
         if not self.transform.is_untouched or not other.numel() == other.shape[-1] == words:
             return False
         # Under autocast a linear layer casts its bias.

@@ -62,6 +62,7 @@ class HeadCall:
         return shape_of(parameter_of(layer, "weight"))[0]
 
     def dtype_for(self, hidden: Tensor) -> torch.dtype:
+        # Autocast leaves float64 as it is.
         casts = self.autocast_dtype is not None and hidden.dtype is not torch.float64
         return self.autocast_dtype if casts and self.autocast_dtype is not None else hidden.dtype
 

@@ -55,6 +55,7 @@ class HeadLoss(LossSource):
         head: nn.Linear | LoraHead, options: ForwardLossOptions,
     ) -> None:  # fmt: skip
         self.tokens = logits.tokens
+        # Hooks that gather the weight may have cast the hidden states: their rows are chosen again.
         rows = logits.hidden if hidden is logits.call.hidden else logits.rows_of(hidden)
         self.x = rows.reshape(-1, hidden.shape[-1])
         self.weight = head.weight
