@@ -132,8 +132,8 @@ class State(NamedTuple):
 
 
 class Assumptions(NamedTuple):
-    """The states with which a module's code was traced, and the dtypes for which its program was the
-    same: pairs of the input's and the other tensors'."""
+    """The states with which a module's code was traced, and the dtypes in which its program was
+    the same: pairs of the input's and the other tensors'."""
 
     states: tuple[State, ...]
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
@@ -145,8 +145,8 @@ class Assumptions(NamedTuple):
                 raise NotAnOp(reason)
 
     def hold(self, module: nn.Module, x: Tensor) -> bool:
-        """Return whether a fused method computes for x what the module's code does. If the module has
-        changed, warn once for the module and the reason."""
+        """Return whether a fused method computes for x what the module's code does. If the module
+        has changed, warn once for the module and the reason."""
         for state in self.states:
             reason = state.change(module)
             if reason is not None:
@@ -297,7 +297,7 @@ class Reads:
 
 
 def _exposes_dict(frame: types.FrameType) -> bool:
-    """Return whether the code that reads a module's __dict__ may use it: a model's code, or `dir`."""
+    """Return whether the code that reads a module's __dict__ is a model's, or `dir`."""
     return not is_library_code(frame) or frame.f_code.co_name == "__dir__"
 
 

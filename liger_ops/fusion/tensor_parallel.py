@@ -52,8 +52,8 @@ def has_style(module: nn.Module) -> bool:
 
 
 def over_words(head: Any) -> OverWords | None:
-    """Return how a style ColwiseParallel, of torch or transformers, shards a linear layer, or None if
-    the layer has no such style, or a further one."""
+    """Return how a style ColwiseParallel, of torch or transformers, shards a linear layer, or None
+    if the layer has no such style, or a further one."""
     functions = [hook for hook in forward_hooks(head) if is_hook(hook)]
     if "forward" in vars(head):
         functions.append(vars(head)["forward"])
@@ -164,8 +164,8 @@ def call_class(module: nn.Module, style: InstanceForward) -> None:
 
 
 def dispatchers_of(module: Any) -> list[Any]:
-    """Return the objects that call a module's forward with the tokens that are sent to this rank, in
-    the forward that transformers set on a module of experts."""
+    """Return the objects that call a module's forward with the tokens that are sent to this rank,
+    from the forward that transformers set on a module of experts."""
     forward = vars(module).get("forward")
     if getattr(forward, "__module__", None) != _EXPERTS:
         return []
