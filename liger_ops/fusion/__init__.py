@@ -35,7 +35,7 @@ PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
     "attention": (attentions.plan,),
     "hyper_connections": (HyperConnections.plan,),
     "lora": (lora_layers.plan,),
-    # The loss with the head is fused after all of these, on the classes that they install.
+    # The loss with the head is fused last: its forward calls those of the other kinds.
     "loss": (RouterLossFunctions.plan,),
 }
 # Switch -> the kind in its findings, where that has another name.
@@ -55,9 +55,9 @@ def fuse(
 
     A part is recognised by what it computes, not by its class: its code is traced, and matched
     against the patterns of the backend `liger`. The class of each fused module becomes a subclass
-    with one method overridden. Parameters, names, hooks and the state dict stay. A part that could
-    change its results is left, and the report says why. A module whose attributes, children or
-    dtypes change afterwards runs its own code. A second call changes nothing.
+    with one method overridden. Parameters, names, hooks and the state dict stay. A part whose
+    results could change is left, and the report says why. A module whose attributes, children or
+    dtypes change later runs its own code. A second call changes nothing.
 
     In training with labels the model returns the loss and no logits, unless its forward is given
     `skip_logits=False`; the forward also takes options of `linear_cross_entropy`. docs/fuse.md
@@ -80,8 +80,7 @@ def fuse(
         and `op` or `reason`; `counts()` is the number per op. `print` shows a table.
 
     Raises:
-        TypeError: model is not a module, a switch is not a bool, verify is one, or an argument is
-            unknown.
+        TypeError: model, a switch or verify has a wrong type, or an argument is unknown.
         ValueError: with `verify`, the fused model differs, or cannot be compared.
 
     Example:
