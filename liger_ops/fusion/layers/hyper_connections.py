@@ -55,9 +55,9 @@ class HyperConnections(Kind):
             return f"it has buffers: {', '.join(module._buffers)}"
         if not sharding.is_held_by_fsdp(module) and (reason := parameter_obstacle(module)):
             return reason
-        for name, one in module._parameters.items():
-            if one is not None and one.dtype not in FLOATS:
-                return f"{name} is {one.dtype}"
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype not in FLOATS:
+                return f"{name} is {parameter.dtype}"
         for name, child in module.named_modules():
             if child is not module and state_obstacle(child):
                 return f"{name} has parameters or buffers"
@@ -100,16 +100,20 @@ def _computes_the_same(x: Tensor, sizes: tuple[int, ...], phi: Tensor, *others: 
     """
     if x.dim() != 4 or tuple(x.shape[2:]) != sizes:
         return False
-    if any(one.dtype not in FLOATS for one in (x, phi, *others)):
+    if any(tensor.dtype not in FLOATS for tensor in (x, phi, *others)):
         return False
-    wide = all(one.dtype is torch.float32 for one in others)
+    wide = all(tensor.dtype is torch.float32 for tensor in others)
     return wide or not torch.is_autocast_enabled(x.device.type)
 
 
 def _stream_sizes(module: nn.Module) -> tuple[int, int] | str:
     """Return the number of streams and their width, from the sizes of the parameters, or the reason
     that these are not those of a connection."""
-    shapes = {n: tuple(one.shape) for n, one in module._parameters.items() if one is not None}
+    shapes = {
+        n: tuple(parameter.shape)
+        for n, parameter in module._parameters.items()
+        if parameter is not None
+    }
     if len(shapes) == 3:
         scale, base, fn = sorted(shapes.values(), key=math.prod)
         if len(fn) == 2 and scale == (3,) and base == fn[:1]:

@@ -43,7 +43,7 @@ def methods_of(
     an assumption does not hold, or if an op's caller returns None.
     """
     original, program, hold = getattr(base, name), facts.program, facts.assumptions.hold
-    used = [one in program.used for one in program.arguments]
+    used = [value in program.used for value in program.arguments]
     arranged, run = argument_arranger(original, program.arguments), program_runner(facts, caller)
 
     @functools.wraps(original)
@@ -51,7 +51,7 @@ def methods_of(
         arguments = arranged(args, kwargs) if kwargs or len(args) != len(used) else args
         if (
             arguments is None
-            or [one is not None for one in arguments] != used
+            or [value is not None for value in arguments] != used
             or not hold(self, arguments[0])
         ):
             return original(self, *args, **kwargs)
@@ -68,9 +68,9 @@ def argument_arranger(
     order of `names`. It returns None for a call that `function` itself has to handle, or refuse."""
     parameters = inspect.signature(function).parameters
     defaults = {
-        one: parameters[one].default
-        for one in names
-        if parameters[one].default is not inspect.Parameter.empty
+        name: parameters[name].default
+        for name in names
+        if parameters[name].default is not inspect.Parameter.empty
     }
     needed, default_values = len(names) - len(defaults), tuple(defaults.values())
 
@@ -78,11 +78,11 @@ def argument_arranger(
         if not kwargs and needed <= len(args) <= len(names):
             return (*args, *default_values[len(args) - needed :])
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        is_given_twice = any(one in names[: len(args)] for one in kwargs)
+        is_given_twice = any(name in names[: len(args)] for name in kwargs)
         if len(args) > len(names) or len(given) != len(names) or is_given_twice:
             return None
-        found = tuple([given.get(one) for one in names])
-        return found if all(one in given for one in names) else None
+        found = tuple([given.get(name) for name in names])
+        return found if all(name in given for name in names) else None
 
     return arranged
 
@@ -121,20 +121,22 @@ def _compiled_steps(
     positions of its arguments, and the positions of the results.
     """
     program = facts.program
-    arguments = [one for step in program.steps for one in _tensor_arguments(step)]
-    parameters = list(dict.fromkeys(one.path for one in arguments if isinstance(one, Parameter)))
-    constants = [one for one in arguments if not isinstance(one, (Value, Parameter))]
+    arguments = [argument for step in program.steps for argument in _tensor_arguments(step)]
+    parameters = list(
+        dict.fromkeys(argument.path for argument in arguments if isinstance(argument, Parameter))
+    )
+    constants = [argument for argument in arguments if not isinstance(argument, (Value, Parameter))]
     first = 1 + len(program.arguments)
     constant_positions = iter(
         range(first + len(parameters), first + len(parameters) + len(constants))
     )
 
-    def position(one: Any) -> int:
-        if isinstance(one, Parameter):
-            return first + parameters.index(one.path)
-        if isinstance(one, Value):
-            is_argument = one.index < len(program.arguments)
-            return 1 + one.index + (0 if is_argument else len(parameters) + len(constants))
+    def position(argument: Any) -> int:
+        if isinstance(argument, Parameter):
+            return first + parameters.index(argument.path)
+        if isinstance(argument, Value):
+            is_argument = argument.index < len(program.arguments)
+            return 1 + argument.index + (0 if is_argument else len(parameters) + len(constants))
         return next(constant_positions)
 
     steps, ops = [], iter(enumerate(program.ops))
@@ -143,7 +145,7 @@ def _compiled_steps(
         module = [0] if step.kind in (CHILD, TUPLE) else []
         steps.append((call, [*module, *map(position, _tensor_arguments(step))]))
     returned = program.returned if isinstance(program.returned, tuple) else (program.returned,)
-    return parameters, constants, steps, [position(one) for one in returned]
+    return parameters, constants, steps, [position(argument) for argument in returned]
 
 
 def _tensor_arguments(step: ProgramStep) -> tuple[Any, ...]:

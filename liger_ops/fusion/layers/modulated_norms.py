@@ -150,8 +150,8 @@ class ModulatedNorms(Kind):
             dtype: torch.dtype, of_rows: torch.dtype, results: torch.dtype | None = None,
             training: bool = True, sizes: tuple[int, int] = (2, 3),
         ) -> Case:  # fmt: skip
-            shapes = {name: form.shape(one, sizes) for name, one in forms.items()}
-            dtypes = {name: dtype if one == "tokens" else of_rows for name, one in forms.items()}
+            shapes = {name: form.shape(kind, sizes) for name, kind in forms.items()}
+            dtypes = {name: dtype if kind == "tokens" else of_rows for name, kind in forms.items()}
             return Case(shapes, dtypes, dtype, columns, results, training)
 
         half, bfloat, single = torch.float16, torch.bfloat16, torch.float32

@@ -133,7 +133,7 @@ class ModuleTrace:
         self.method = method
         self.copy = object.__new__(classes.class_of(module))
         # Parameters are replaced in each trace, and are not copied.
-        memo: dict[int, Any] = {id(one): one for one in module.parameters()}
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
         try:
             attributes = {
                 name: copy.deepcopy(value, memo) if type(value) in (list, dict, set) else value
@@ -149,10 +149,10 @@ class ModuleTrace:
         self.children = {**dict.fromkeys(module._modules), **children}
         vars(self.copy).update(vars(module), **attributes)
         self.shapes = {
-            ".".join((*path.split("."), name)).lstrip("."): shape_of(one)
+            ".".join((*path.split("."), name)).lstrip("."): shape_of(parameter)
             for path, child in [("", module), *((n, c) for n, c in children.items() if c)]
-            for name, one in child._parameters.items()
-            if one is not None
+            for name, parameter in child._parameters.items()
+            if parameter is not None
         }
         self.called = called
         self.arguments = names_of(getattr(module, method))
@@ -166,8 +166,8 @@ class ModuleTrace:
         """
         trace = Trace()
         calls: dict[str, ChildCall] = {}
-        for name, one in case.constants.items():
-            trace.graph.placeholder(name).meta["example_value"] = one
+        for name, value in case.constants.items():
+            trace.graph.placeholder(name).meta["example_value"] = value
         arguments = {
             name: trace.input(name, shape, case.dtypes[name]) for name, shape in case.shapes.items()
         }
@@ -181,8 +181,8 @@ class ModuleTrace:
         before = own_attributes(self.copy.train(case.training))
         asked: list[Any] = []
 
-        def is_stand_in(one: Any) -> bool:
-            return isinstance(one, Tensor) or one is self.copy or one in stand_ins.values()
+        def is_stand_in(value: Any) -> bool:
+            return isinstance(value, Tensor) or value is self.copy or value in stand_ins.values()
 
         try:
             with self.reads.of(self.copy), trace.running(), watched(is_stand_in, asked):
@@ -266,7 +266,9 @@ class StandIn(nn.Module):
         return super().named_modules(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [
+            value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)
+        ]
         if not tensors:
             raise NotAnOp(f"{self.name} is given no tensor")
         shape, dtype = tuple(tensors[0].shape), tensors[0].dtype
@@ -283,4 +285,4 @@ def names_of(method: Any) -> tuple[str, ...]:
     """Return the names of a method's arguments, except for *args and **kwargs."""
     parameters = inspect.signature(method).parameters.values()
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(one.name for one in parameters if one.kind not in rest)
+    return tuple(parameter.name for parameter in parameters if parameter.kind not in rest)

@@ -125,7 +125,9 @@ class Norms(Kind):
         return ("gated_rms_norm",) if is_gated else self.rewrites
 
     def forms(self, module: nn.Module) -> Iterator[_NormLayout]:
-        own = [one.numel() for one in module._parameters.values() if one is not None]
+        own = [
+            parameter.numel() for parameter in module._parameters.values() if parameter is not None
+        ]
         sizes = _possible_widths(module)
         for width in own[:1] or (ANY_WIDTHS[0], *sizes):
             yield _NormLayout(width, True)
@@ -204,7 +206,9 @@ class Norms(Kind):
     def caller(facts: ModuleFacts, op: ProgramStep, i: int) -> OpCaller:
         overload, dtypes = library.OPS[op.name].overload, facts.assumptions.dtypes
         width, dim = facts.details
-        tensors = [j for j, one in enumerate(op.args[1:]) if isinstance(one, (Value, Parameter))]
+        tensors = [
+            j for j, argument in enumerate(op.args[1:]) if isinstance(argument, (Value, Parameter))
+        ]
 
         def norm(x: Any, *others: Any) -> Any:
             if width is not None and x.shape[dim] != width:
@@ -237,7 +241,7 @@ class Norms(Kind):
 
 def _fits_any_width(module: nn.Module, form: _NormLayout) -> bool:
     """Return whether a form is the one that stands for any width."""
-    has_own = any(one is not None for one in module._parameters.values())
+    has_own = any(parameter is not None for parameter in module._parameters.values())
     return not has_own and form == _NormLayout(ANY_WIDTHS[0], True)
 
 

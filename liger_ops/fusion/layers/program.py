@@ -61,9 +61,9 @@ class ProgramStep:
 
     def __str__(self) -> str:
         if self.kind == OP:
-            constants = [f"{name}={one!r}" for name, one in self.options().items()]
+            constants = [f"{name}={value!r}" for name, value in self.options().items()]
         else:
-            constants = [repr(one) for one in self.args if isinstance(one, CONSTANTS)]
+            constants = [repr(value) for value in self.args if isinstance(value, CONSTANTS)]
         name = self.name.removesuffix("_forward")
         return f"{name}({', '.join(constants)})" if constants else name
 
@@ -71,9 +71,9 @@ class ProgramStep:
         """Return the arguments of an op that are not tensors, by name."""
         parameters = inspect.signature(definition_of(self.name)).parameters.values()
         return {
-            one.name: given
-            for one, given in zip(parameters, self.args, strict=True)
-            if "Tensor" not in str(one.annotation)
+            parameter.name: value
+            for parameter, value in zip(parameters, self.args, strict=True)
+            if "Tensor" not in str(parameter.annotation)
         }
 
 
@@ -105,7 +105,7 @@ class Program:
         modes = [op.options().get(MODE) for op in other.ops]
         steps = list(self.steps)
         for i, mode in zip(
-            (i for i, one in enumerate(steps) if one.kind == OP), modes, strict=False
+            (i for i, step in enumerate(steps) if step.kind == OP), modes, strict=False
         ):
             names = list(inspect.signature(definition_of(steps[i].name)).parameters)
             if mode is not None and MODE in names:
@@ -202,7 +202,7 @@ class _ProgramWriter:
             return self.step(FUNCTION, "reshape", call.args)
         if call is not None and call.op == "mul" and "mul" in self.functions:
             # A number in the model's code may be the left factor.
-            source, factor = sorted(call.args, key=lambda one: not isinstance(one, fx.Node))
+            source, factor = sorted(call.args, key=lambda operand: not isinstance(operand, fx.Node))
             if isinstance(factor, (int, float)):
                 return self.step(FUNCTION, "mul", (source, factor))
         elif (

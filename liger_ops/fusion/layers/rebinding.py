@@ -91,7 +91,7 @@ def chain_to(function: Any, name: str) -> list[types.FunctionType]:
     """Return a function and those that it wraps, down to the first one that refers to a name, or
     [] if none does."""
     chain = wrapped(function)
-    places = [i for i, one in enumerate(chain) if name in one.__code__.co_names]
+    places = [i for i, link in enumerate(chain) if name in link.__code__.co_names]
     return chain[: places[0] + 1] if places else []
 
 

@@ -76,8 +76,8 @@ class RotaryForm:
         for x, shape in zip(given, self.shapes, strict=False):
             if not isinstance(x, Tensor) or x.dim() != len(shape):
                 return False
-        for wanted, one in zip(self.others, given[count:], strict=True):
-            if one is None if wanted == SECTIONS else one != wanted:
+        for wanted, argument in zip(self.others, given[count:], strict=True):
+            if argument is None if wanted == SECTIONS else argument != wanted:
                 return False
         q, k, cos, sin = given[0], given[1], given[2], given[count - 1]
         if (q.dtype, cos.dtype) not in dtypes or k.dtype != q.dtype or sin.dtype != cos.dtype:
@@ -324,11 +324,11 @@ def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
             names = ", ".join(inspect.signature(function).parameters)
             yield f"{name} takes ({names}), not queries, keys and their tables"
     # The forward of diffusers' attention calls a processor, an attribute that is no module.
-    for one in own_attributes(module).values():
-        call = getattr(type(one), "__call__", None)  # noqa: B004
-        if not isinstance(one, nn.Module):
+    for attribute in own_attributes(module).values():
+        call = getattr(type(attribute), "__call__", None)  # noqa: B004
+        if not isinstance(attribute, nn.Module):
             for name, _ in _named_rotary(call):
-                yield f"{name} is called by its {type(one).__name__}, not by its forward"
+                yield f"{name} is called by its {type(attribute).__name__}, not by its forward"
 
 
 def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:

@@ -177,7 +177,7 @@ def cross_entropy(
     labels = isinstance(target, Tensor) and target.dim() == 1 and target.dtype is torch.int64
     if plain and labels and logits is not None and logits.dim() == 2:
         logits.call.check_gradient()
-        logits.call.check_class(lambda one: isinstance(one, DeferredLogits))
+        logits.call.check_class(lambda value: isinstance(value, DeferredLogits))
         loss: Tensor = logits.call.head.loss(logits, target, options)
         return loss
     others = {"weight": weight, "size_average": size_average, "reduce": reduce}

@@ -62,12 +62,12 @@ class DenseExperts(Kind):
 
     def called_children(self, module: nn.Module) -> Collection[str]:
         children = module.named_children()
-        return [name for name, one in children if has_state(one) and not one._parameters]
+        return [name for name, child in children if has_state(child) and not child._parameters]
 
     def traced_children(self, module: nn.Module) -> Collection[str]:
         experts = _experts(module)
         children = module.named_children()
-        return [name for name, one in children if one._parameters and name != experts]
+        return [name for name, child in children if child._parameters and name != experts]
 
     def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
         (name,) = names_of(module.forward)
@@ -118,6 +118,7 @@ def _experts(module: nn.Module) -> str:
         name
         for name, child in module.named_children()
         if not hasattr(type(child), "_apply_gate")
-        and [len(shape_of(one)) for one in child.parameters(recurse=False)].count(3) == 2
+        and [len(shape_of(parameter)) for parameter in child.parameters(recurse=False)].count(3)
+        == 2
     ]
     return found[0] if len(found) == 1 else ""

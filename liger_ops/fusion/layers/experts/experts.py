@@ -199,7 +199,7 @@ def _reason_left(module: Any) -> str | None:
         tensor_parallel.style_of(module) or tensor_parallel.dispatchers_of(module)
     ):
         return "the instance has a forward of its own"
-    missing = [one for one in _names(module)[:2] if module._parameters.get(one) is None]
+    missing = [name for name in _names(module)[:2] if module._parameters.get(name) is None]
     if missing:
         return f"it has no parameter {missing[0]}"
     return None if sharding.is_managed(module) else parameter_obstacle(module)
@@ -321,6 +321,8 @@ def _unparametrized(module: Any) -> nn.Module:
     cls: Any = parametrize.type_before_parametrizations(module)
     plain: nn.Module = cls.__new__(cls)
     vars(plain).update(vars(module))
-    children = {name: one for name, one in module._modules.items() if name != "parametrizations"}
+    children = {
+        name: child for name, child in module._modules.items() if name != "parametrizations"
+    }
     vars(plain)["_modules"] = children
     return plain

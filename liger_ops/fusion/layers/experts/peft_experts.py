@@ -65,19 +65,19 @@ def loras(wrapper: Any) -> dict[str, Any] | str:
     """Return moe_experts' arguments for the LoRAs that peft adds in a call, {} if it adds none; or
     the reason that the op does not compute them."""
     found: dict[str, Any] = {}
-    one, experts = wrapper, wrapped(wrapper)
-    while one is not experts:
+    layer, experts = wrapper, wrapped(wrapper)
+    while layer is not experts:
         # In such a call peft's code undoes a merge, and adds nothing.
-        if one.merged or one.disable_adapters:
+        if layer.merged or layer.disable_adapters:
             return {}
-        names = [name for name in one.active_adapters if name in one.lora_A]
-        if reason := _obstacle(one, experts, names):
+        names = [name for name in layer.active_adapters if name in layer.lora_A]
+        if reason := _obstacle(layer, experts, names):
             return reason
         for name in names:
-            found |= _arguments(one, experts, name)
-        one = one.base_layer
-        if has_hooks(one) or "forward" in vars(one):
-            return f"a {classes.class_of(one).__name__}, which would not be called, has hooks"
+            found |= _arguments(layer, experts, name)
+        layer = layer.base_layer
+        if has_hooks(layer) or "forward" in vars(layer):
+            return f"a {classes.class_of(layer).__name__}, which would not be called, has hooks"
     return found
 
 
