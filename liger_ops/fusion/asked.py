@@ -1,9 +1,10 @@
-"""Find code that asks for the class of a tensor or a module, where a stand-in has another.
+"""Find code that asks for the class of a tensor or a module, where a stand-in has another class.
 
-Logits that are deferred and tensors of a trace are instances of a subclass of torch.Tensor, and a
-module that is traced or fused of a subclass of its class. isinstance, issubclass and the attributes
-of a class answer the same for a subclass; `type(x) is torch.Tensor` does not, and no code runs when
-it is asked. The bytecode of the functions that are given a stand-in shows it.
+Deferred logits and the tensors of a trace are instances of a subclass of torch.Tensor, and a module
+that is traced or fused is an instance of a subclass of its class. isinstance, issubclass and the
+attributes of a class answer the same for a subclass. `type(x) is torch.Tensor` does not, and runs
+no code that could notice the question. So the bytecode of the functions that are given a stand-in
+is searched for it.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from typing import Any
 
 import torch
 
-# A class's attributes that a subclass has too, and functions of them.
+# Attributes of a class that its stand-in's class shares, and functions that only read these.
 INHERITED = frozenset(("__name__", "__qualname__", "__module__", "__doc__"))
 NAMES = frozenset(("str", "repr"))
 
-# Functions that know a tensor that overrides PyTorch's functions from another.
+# Functions that tell a tensor that overrides PyTorch's functions from a plain one.
 OVERRIDES = frozenset(
     name for name in vars(torch.overrides) if name.startswith("has_torch_function")
 )
 
-# A local variable, and the names of attributes, that lead to an object.
+# The name of a local variable, and the names of the attributes that lead from it to an object.
 Question = tuple[str, tuple[str, ...]]
 
 _SKIPPED = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "NOT_TAKEN")
-_OWN = ("torch", "liger_ops")
+_LIBRARIES = ("torch", "liger_ops")
 
 
 @functools.cache
 def questions(code: types.CodeType) -> frozenset[Question]:
-    """The objects for whose class the code of a function asks."""
-    found, names = set(), code.co_names
+    """Return the paths of the objects for whose class the code of a function asks."""
+    paths, names = set(), code.co_names
     if not ("type" in names or "__class__" in names or OVERRIDES.intersection(names)):
         return frozenset()
     steps = list(_loads(code))
@@ -53,12 +54,12 @@ def questions(code: types.CodeType) -> frozenset[Question]:
         else:
             continue
         if path is not None and not _is_for_its_name(steps, i, end, len(path[1])):
-            found.add(path)
-    return frozenset(found)
+            paths.add(path)
+    return frozenset(paths)
 
 
 def _is_for_its_name(steps: list[tuple[str, str]], i: int, end: int, attributes: int) -> bool:
-    """Whether a class that is asked for at a place is only named."""
+    """Return whether the code only uses the name of the class for which it asks at step i."""
     if end < len(steps) and steps[end] in {("attribute", name) for name in INHERITED}:
         return True
     # The function before `x.y.__class__`, or before `type(x.y)`.
@@ -68,23 +69,28 @@ def _is_for_its_name(steps: list[tuple[str, str]], i: int, end: int, attributes:
 
 
 def _loads(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """The instructions of a function: loads of locals, globals and attributes by their names."""
-    for one in dis.get_instructions(code):
-        if one.opname in _SKIPPED:
+    """Yield the instructions of a function, with the loads of locals, globals and attributes by
+    name."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _SKIPPED:
             continue
-        if one.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")):
-            names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")):
+            names = (
+                instruction.argval
+                if isinstance(instruction.argval, tuple)
+                else (instruction.argval,)
+            )
             yield from (("local", name) for name in names)
-        elif one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield "global", one.argval
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield "attribute", one.argval
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield "global", instruction.argval
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield "attribute", instruction.argval
         else:
-            yield "other", "CALL" if one.opname.startswith("CALL") else one.opname
+            yield "other", "CALL" if instruction.opname.startswith("CALL") else instruction.opname
 
 
 def _path_after(steps: list[tuple[str, str]], i: int) -> tuple[Question | None, int]:
-    """The object that is loaded from a place on, and the place after that."""
+    """Return the path of the object that is loaded from step i on, and the step after it."""
     while i < len(steps) and steps[i] == ("other", "BUILD_TUPLE"):
         i += 1
     if i >= len(steps) or steps[i][0] != "local":
@@ -96,7 +102,7 @@ def _path_after(steps: list[tuple[str, str]], i: int) -> tuple[Question | None, 
 
 
 def _path_before(steps: list[tuple[str, str]], i: int) -> Question | None:
-    """The object that is loaded up to a place."""
+    """Return the path of the object that is loaded before step i."""
     start = i - 1
     while start >= 0 and steps[start][0] == "attribute":
         start -= 1
@@ -105,33 +111,41 @@ def _path_before(steps: list[tuple[str, str]], i: int) -> Question | None:
     return steps[start][1], tuple(name for _, name in steps[start + 1 : i])
 
 
-def is_own(frame: types.FrameType) -> bool:
-    """Whether the code of a frame is PyTorch's, or fuse's."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN
+def is_library_code(frame: types.FrameType) -> bool:
+    """Return whether the code of a frame is that of PyTorch or of this package."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
-def asked(frame: types.FrameType, is_stand_in: Callable[[Any], bool]) -> Any:
-    """The stand-in for whose class the code of a frame asks, or None."""
-    found = questions(frame.f_code)
-    if not found or is_own(frame) or frame.f_globals.get("__name__") in sys.stdlib_module_names:
+def stand_in_asked(frame: types.FrameType, is_stand_in: Callable[[Any], bool]) -> Any:
+    """Return the stand-in for whose class the code of a frame asks, or None."""
+    paths = questions(frame.f_code)
+    if (
+        not paths
+        or is_library_code(frame)
+        or frame.f_globals.get("__name__") in sys.stdlib_module_names
+    ):
         return None
-    for name, path in found:
-        one = frame.f_locals.get(name)
+    for name, path in paths:
+        value = frame.f_locals.get(name)
         for attribute in path:
-            one = getattr(one, attribute, None)
-        if is_stand_in(one):
-            return one
+            value = getattr(value, attribute, None)
+        if is_stand_in(value):
+            return value
     return None
 
 
 @contextmanager
-def watched(is_stand_in: Callable[[Any], bool], found: list[Any]) -> Iterator[None]:
-    """Add to `found` the stand-ins for whose class code asks that runs in the body."""
+def watched(is_stand_in: Callable[[Any], bool], stand_ins: list[Any]) -> Iterator[None]:
+    """Add to `stand_ins` each stand-in for whose class the code asks that runs in the body."""
 
     def look(frame: types.FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "return") and (one := asked(frame, is_stand_in)) is not None:
-            found.append(one)
+        if (
+            event in ("call", "return")
+            and (stand_in := stand_in_asked(frame, is_stand_in)) is not None
+        ):
+            stand_ins.append(stand_in)
 
+    # On a return, too: by then locals are set that did not exist at the call.
     before = sys.getprofile()
     sys.setprofile(look)
     try:

@@ -1,12 +1,12 @@
-"""What `fuse` assumed about a module: recorded while its code is traced, compared in each call.
+"""Record what `fuse` assumes about a module while its code is traced, and compare it in each call.
 
 A fused forward computes what the module's code computed in a trace. `Reads` records which
-attributes that code reads, of the module, of the children that a fused forward does not call, and
-of objects such as a configuration. `Assumptions` holds their values. Where one differs in a call,
-the module's own code runs.
+attributes that code reads: of the module, of the children that a fused forward does not call, and
+of objects such as a configuration. `Assumptions` holds their values. If one differs in a call, the
+module's own code runs.
 
-Dynamo traces the comparison, and makes guards of it. It does not guard on the hooks of a module
-(`torch._dynamo.config.skip_nnmodule_hook_guards`), of a fused one or of any other.
+Dynamo traces the comparison, and makes guards of it. It does not guard on the hooks of any module,
+fused or not (`torch._dynamo.config.skip_nnmodule_hook_guards`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .asked import is_own
+from .asked import is_library_code
 from .classes import BEFORE
-from .news import is_news
+from .news import first_time
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 from .sharding import keep_results, only_gather
 
@@ -37,7 +37,7 @@ CONSTANTS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
-# The names of children, then those of attributes, that lead from a module to an object.
+# The names of children, then the names of attributes, that lead from a module to an object.
 Path = tuple[tuple[str, ...], tuple[str, ...]]
 SELF: Path = ((), ())
 
@@ -46,12 +46,18 @@ CALL = ("_call_impl", "_compiled_call_impl")
 
 
 class State(NamedTuple):
-    """The state of a module, or of an object that is its attribute.
+    """The assumed state of a module, or of an object that is an attribute of one.
 
-    constants and values: attributes by name, the latter frozen. present: parameters, buffers and
-    children by the dict of the module and the name, and whether there is one. absent: names that
-    the instance does not have, so that its class's attribute is read. missing: names that neither
-    has. is_called: whether the fused forward calls the module.
+    Attributes:
+        path: the path from the fused module.
+        cls: the assumed class, None for the fused module itself.
+        constants: attributes whose values cannot change in place, by name.
+        values: other attributes by name, as `_frozen` values.
+        present: parameters, buffers and children: the dict of the module that holds one, its name,
+            and whether it is not None.
+        absent: names that the instance does not have, so that the class's attribute is read.
+        missing: names that neither the instance nor the class has.
+        is_called: whether the fused forward calls the module.
     """
 
     path: Path
@@ -64,27 +70,27 @@ class State(NamedTuple):
     is_called: bool = False
 
     def change(self, module: Any) -> str | None:
-        """The text that says what of this differs in a module, or None."""
+        """Return a text that says which of this differs in a module, or None."""
         children, attributes = self.path
-        one = module
+        target = module
         for name in children:
-            one = one._modules.get(name)
-            if one is None:
+            target = target._modules.get(name)
+            if target is None:
                 return f"{'.'.join(children)} was removed"
         if attributes:
-            return self._change_of_object(one)
-        state = one.__dict__
+            return self._change_of_object(target)
+        state = target.__dict__
         if children:
-            cls = type(one)
+            cls = type(target)
             if getattr(cls, BEFORE, cls) is not self.cls:
                 return f"{'.'.join(children)} is another module"
             if self.is_called:
-                if not keep_results(one):
+                if not keep_results(target):
                     return f"{'.'.join(children)} has hooks that may change its results"
             elif (
                 state["_forward_hooks"] or state["_forward_pre_hooks"]
                 or state["_backward_hooks"] or state["_backward_pre_hooks"]
-            ) and not only_gather(one):  # fmt: skip
+            ) and not only_gather(target):  # fmt: skip
                 return f"{'.'.join(children)}, which would not be called, has hooks"
         for name, constant in self.constants:
             if name not in state or state[name] != constant:
@@ -95,73 +101,75 @@ class State(NamedTuple):
                 return f"{'.'.join((*children, name))} was set on the instance"
             if is_compiling:
                 # Dynamo guards on an absent name if it is looked up.
-                getattr(one, name, None)
-        for kind, name, wanted in self.present:
-            if (state[kind].get(name) is not None) is not wanted:
+                getattr(target, name, None)
+        for owner, name, wanted in self.present:
+            if (state[owner].get(name) is not None) is not wanted:
                 return f"{'.'.join((*children, name))} was {'removed' if wanted else 'added'}"
         for name, value in self.values:
             if _frozen(state.get(name), name) != value:
                 return f"{'.'.join((*children, name))} was changed"
         for name in self.missing:
-            if hasattr(one, name):
+            if hasattr(target, name):
                 return f"{'.'.join((*children, name))} was added"
         return None
 
-    def _change_of_object(self, one: Any) -> str | None:
+    def _change_of_object(self, target: Any) -> str | None:
         names = ".".join((*self.path[0], *self.path[1]))
         for name in self.path[1]:
-            one = getattr(one, name, None)
-        if type(one) is not self.cls:
+            target = getattr(target, name, None)
+        if type(target) is not self.cls:
             return f"{names} is another object"
         for name, constant in self.constants:
-            if getattr(one, name, SELF) != constant:
+            if getattr(target, name, SELF) != constant:
                 return f"{names}.{name} was changed"
         for name, value in self.values:
-            if _frozen(getattr(one, name, None), name) != value:
+            if _frozen(getattr(target, name, None), name) != value:
                 return f"{names}.{name} was changed"
         for name in self.missing:
-            if hasattr(one, name):
+            if hasattr(target, name):
                 return f"{names}.{name} was added"
         return None
 
 
 class Assumptions(NamedTuple):
-    """The states with which a module's code was traced, and the dtypes of its input and of its
-    other tensors for which the trace was the same."""
+    """The states with which a module's code was traced, and the dtypes in which its program was
+    the same: pairs of the input's and the other tensors'."""
 
     states: tuple[State, ...]
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
 
     def check(self, module: nn.Module) -> None:
-        """Raise NotAnOp if they do not hold for a module that is to be fused."""
+        """Raise NotAnOp if a module that is to be fused differs from the assumed states."""
         for state in self.states:
             if reason := state.change(module):
                 raise NotAnOp(reason)
 
     def hold(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether a fused method computes what the module's code does of x. Warns, once for a
-        module and a reason, if the module has changed."""
+        """Return whether a fused method computes for x what the module's code does. If the module
+        has changed, warn once for the module and the reason."""
         for state in self.states:
             reason = state.change(module)
             if reason is not None:
-                say_once(module, reason)
+                warn_once(module, reason)
                 return False
         return (x.dtype, x.dtype) in self.dtypes
 
 
 class Reads:
-    """The attributes that traced code reads of a module, its children and their attributes."""
+    """A record of the attributes that traced code reads: of a module, of its children, and of
+    objects that are their attributes."""
 
     def __init__(self, stand_ins: Collection[str] = (), kept: Collection[str] = ()) -> None:
-        """`kept` are children whose code is traced, and that a fused forward calls too."""
+        """`stand_ins` are the children without a record, and `kept` those whose code is traced and
+        that a fused forward calls nevertheless."""
         self._stand_ins, self._kept = stand_ins, kept
         self._names: dict[Path, dict[str, None]] = {}
         self._classes: dict[type, type] = {}
 
     @contextmanager
     def of(self, copied: nn.Module) -> Iterator[None]:
-        """Record what the body reads of a copy of the module, whose children are copies too, but
-        for the stand-ins. The hooks of its children, and forwards set on them, do not run."""
+        """Record what the body reads of a copy of the module, whose children are copies too, except
+        for the stand-ins. Hooks of the children, and forwards set on them, do not run."""
         self._paths: dict[int, list[Path]] = {}
         self._objects: dict[tuple[Path, str], Any] = {}
         modules = {}
@@ -185,32 +193,37 @@ class Reads:
     def assumptions(
         self, module: nn.Module, dtypes: Collection[torch.dtype | tuple[torch.dtype, torch.dtype]]
     ) -> Assumptions:
-        """What the code assumed of the module itself, of which a copy was traced. A dtype by itself
-        is that of all tensors."""
+        """Return the assumptions about a module of which a copy was traced.
+
+        Args:
+            module: the module itself.
+            dtypes: the dtypes in which the program was the same: a pair of the input's and the
+                other tensors', or one dtype for both.
+        """
         states = [self._state(module, path, names) for path, names in self._names.items()]
         used = tuple(state for state in states if state.path[0] or any(state[2:]))
-        pairs = (one if isinstance(one, tuple) else (one, one) for one in dtypes)
+        pairs = (dtype if isinstance(dtype, tuple) else (dtype, dtype) for dtype in dtypes)
         return Assumptions(used, tuple(pairs))
 
     def _recording(self, base: Any) -> Any:
-        """A subclass whose instances record what is read of them."""
+        """Return a subclass of `base` whose instances record which of their attributes are read."""
 
-        def __getattribute__(one: Any, name: str) -> Any:
-            paths = self._paths.get(id(one), ())
+        def __getattribute__(instance: Any, name: str) -> Any:
+            paths = self._paths.get(id(instance), ())
             if name == "__class__":
                 return base
-            if name == "__dict__" and paths and _gives(sys._getframe(1)):
-                # What code does with it is not seen.
+            if name == "__dict__" and paths and _exposes_dict(sys._getframe(1)):
+                # Reads from the dict are not recorded.
                 where = ".".join((*paths[0][0], *paths[0][1]))
                 raise NotAnOp(f"it reads the __dict__ of {where or 'itself'}")
             if name.startswith("__") or not paths:
-                return base.__getattribute__(one, name)
+                return base.__getattribute__(instance, name)
             for path in paths:
                 self._names.setdefault(path, {})[name] = None
-            value = base.__getattribute__(one, name)
+            value = base.__getattribute__(instance, name)
             if isinstance(value, Tensor) or name in MODULE_STATE or _is_frozen(value):
                 return value
-            return self._watched(paths[0], name, value)
+            return self._recording_copy(paths[0], name, value)
 
         if base not in self._classes:
             namespace = {
@@ -222,8 +235,8 @@ class Reads:
             self._classes[base] = type(base)(base.__name__, (base,), namespace)
         return self._classes[base]
 
-    def _watched(self, path: Path, name: str, value: Any) -> Any:
-        """A copy of an attribute's value that records what is read of it."""
+    def _recording_copy(self, path: Path, name: str, value: Any) -> Any:
+        """Return a copy of an attribute's value that records which of its attributes are read."""
         key = path, name
         if key not in self._objects:
             recording = self._recording(type(value))
@@ -240,36 +253,37 @@ class Reads:
 
     def _state(self, module: Any, path: Path, names: Collection[str]) -> State:
         children, attributes = path
-        one = module
+        target = module
         for name in children:
-            one = one._modules[name]
+            target = target._modules[name]
         for name in attributes:
-            one = getattr(one, name)
+            target = getattr(target, name)
         constants, values, present, absent, missing = [], [], [], [], []
         for name in names:
             if name in CALL or (path == SELF and name == "forward"):
                 continue
-            kind = None if attributes else _kind(one, name)
-            if kind == "skipped":
+            owner = None if attributes else _dict_of(target, name)
+            if owner == "skipped":
                 continue
             if name == "_modules":
-                values.append((name, tuple(vars(one)[name])))
-            elif kind is not None:
-                # A child that is called has a state of its own, or is called by the fused forward.
-                is_there = vars(one)[kind][name] is not None
-                if kind != "_modules" or not is_there:
-                    present.append((kind, name, is_there))
-            elif not hasattr(one, name):
+                values.append((name, tuple(vars(target)[name])))
+            elif owner is not None:
+                # Not assumed of a child that is there: its own state is, or the fused forward calls
+                # whatever child is there.
+                is_there = vars(target)[owner][name] is not None
+                if owner != "_modules" or not is_there:
+                    present.append((owner, name, is_there))
+            elif not hasattr(target, name):
                 missing.append(name)
-            elif not attributes and (name not in vars(one) or name == "forward"):
+            elif not attributes and (name not in vars(target) or name == "forward"):
                 absent.append(name)
             else:
-                value = getattr(one, name)
+                value = getattr(target, name)
                 if _is_constant(value):
                     constants.append((name, value))
                 elif _is_frozen(value):
                     values.append((name, _frozen(value, name)))
-        cls = None if path == SELF else getattr(type(one), BEFORE, type(one))
+        cls = None if path == SELF else getattr(type(target), BEFORE, type(target))
         return State(
             path,
             cls,
@@ -282,18 +296,19 @@ class Reads:
         )
 
 
-def _gives(frame: types.FrameType) -> bool:
-    """Whether code that reads a module's __dict__ is not PyTorch's, or is `dir`."""
-    return not is_own(frame) or frame.f_code.co_name == "__dir__"
+def _exposes_dict(frame: types.FrameType) -> bool:
+    """Return whether the code that reads a module's __dict__ is a model's, or `dir`."""
+    return not is_library_code(frame) or frame.f_code.co_name == "__dir__"
 
 
-def _kind(module: nn.Module, name: str) -> str | None:
-    """The dict of a module in which an attribute is, or "skipped" if no value of it is assumed."""
+def _dict_of(module: nn.Module, name: str) -> str | None:
+    """Return the name of the dict of a module that holds an attribute, None for the instance or its
+    class, or "skipped" if nothing is assumed about it."""
     if name in MODULE_STATE:
         return None if name == "_modules" else "skipped"
-    for kind in ("_modules", "_parameters", "_buffers"):
-        if name in vars(module)[kind] and name not in vars(module):
-            return kind
+    for owner in ("_modules", "_parameters", "_buffers"):
+        if name in vars(module)[owner] and name not in vars(module):
+            return owner
     return "skipped" if isinstance(vars(module).get(name), Tensor) else None
 
 
@@ -312,42 +327,42 @@ def _is_frozen(value: Any) -> bool:
 
 
 def _frozen(value: Any, name: str) -> Any:
-    """A hashable value that is equal for equal constants, and containers and functions of such.
+    """Return a hashable value, equal for equal constants and for equal containers and functions.
 
     Raises:
-        NotAnOp: the value is another object.
+        NotAnOp: the value is another kind of object, whose changes would not be seen.
     """
     if isinstance(value, CONSTANTS):
         return value
     if name == "_modules":
         return tuple(value)
     if isinstance(value, (tuple, list)):
-        return type(value).__name__, *(_frozen(one, name) for one in value)
+        return type(value).__name__, *(_frozen(item, name) for item in value)
     if isinstance(value, dict):
-        return "dict", *((key, _frozen(one, name)) for key, one in value.items())
+        return "dict", *((key, _frozen(item, name)) for key, item in value.items())
     if isinstance(value, functools.partial):
         # Dynamo of torch 2.11 makes a list of the arguments.
         parts = (value.func, tuple(value.args), value.keywords)
-        return "partial", *(_frozen(one, name) for one in parts)
+        return "partial", *(_frozen(item, name) for item in parts)
     if isinstance(value, types.MethodType):
         return value.__func__
     raise NotAnOp(f"it reads {name}, a {type(value).__name__}")
 
 
 def is_set_on(module: nn.Module, name: str) -> bool:
-    """Whether the instance has an attribute of this name, which hides the class's."""
+    """Return whether the instance has an attribute of this name, which hides the class's."""
     if torch.compiler.is_compiling():
         # Dynamo guards on an absent name if it is looked up.
         getattr(module, name, None)
     return name in vars(module)
 
 
-def say_once(module: nn.Module, reason: str) -> None:
+def warn_once(module: nn.Module, reason: str) -> None:
     """Warn that a module runs its own code, once per module and reason."""
     if torch.compiler.is_compiling():
         # A warning would break the graph.
         return
-    if is_news(module, reason):
+    if first_time(module, reason):
         warnings.warn(
             f"liger_ops: {type(module).__name__} runs its own code, not a fused one: {reason}",
             stacklevel=4,

@@ -1,14 +1,14 @@
 """Override methods of single modules: each such module gets a subclass of its own class.
 
-`override(module, kind, facts)` makes a subclass of the module's class, whose methods `kind` makes
-from that class and the facts, and sets it as the module's class. The module keeps its attributes,
-children, parameters and hooks, and other modules of the class are not affected. The subclass has
-the name of the class. Its modules can be copied and pickled: the pickle holds the class itself, the
-kinds and the facts. Subclasses are cached by facts, so that layers with equal facts share what
-torch.compile compiled.
+`override(module, kind, facts)` creates a subclass of the module's class, and sets it as the
+module's class. The function that is registered for the kind makes the subclass's methods from the
+class and the facts. The module keeps its attributes, children, parameters and hooks, and other
+modules of the class do not change. The subclass has the name of the class. Its modules can be
+copied and pickled: the pickle holds the original class, the kinds and the facts. Subclasses are
+cached by facts, so that layers with equal facts share compiled code.
 
-`fully_shard` of FSDP2 also sets a module's class, to one that adds its own methods. Then the
-module's own class is overridden, as if that had come first.
+`fully_shard` of FSDP2 also sets a module's class, to one that adds FSDP2's methods. Then the class
+below it is overridden, as if `fuse` had come first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import nn
 
-# Makes the methods of a kind from the class to be overridden and the facts.
+# A function that makes the methods of a kind, from the class to be overridden and the facts.
 Methods = Callable[[type, Any], dict[str, Any]]
 
 KINDS: dict[str, Methods] = {}
-# The kinds that `restore` does not count: what another kind needs elsewhere in the model.
+# The kinds that `restore` does not count, because they only serve another kind.
 UNCOUNTED: set[str] = set()
 
-# Attribute of a subclass: the class that it replaces, the kind and the facts.
+# Attribute of a subclass: a tuple of the class that it replaces, the kind and the facts.
 OVERRIDDEN = "_liger_ops_overridden"
 # Attribute of a subclass: the class that the module had before `fuse`.
 BEFORE = "_liger_ops_before"
@@ -56,18 +56,18 @@ def override(module: nn.Module, name: str, facts: Hashable) -> None:
 
 
 def overrides(module: nn.Module) -> dict[str, Any]:
-    """The kinds with which a module is overridden, and their facts."""
+    """Return the facts of the kinds with which a module is overridden, by kind."""
     return {name: facts for _, name, facts in _layers(class_of(module))}
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class, without the methods that FSDP2 added to it."""
+    """Return a module's class, without the methods that FSDP2 added to it."""
     cls = type(module)
     return cls.__bases__[1] if _is_sharded(cls) else cls
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
-    """A module's class before `fuse`, without the methods that FSDP2 added to it."""
+    """Return a module's class before `fuse`, without the methods that FSDP2 added to it."""
     cls = class_of(module)
     before: type[nn.Module] = getattr(cls, BEFORE, cls)
     return before
@@ -81,20 +81,20 @@ def set_class(module: nn.Module, cls: type) -> None:
         return
     methods, base = sharded.__bases__
     _sharded_classes[methods, base] = sharded
-    made = _sharded_classes.get((methods, cls))
-    if made is None:
+    combined = _sharded_classes.get((methods, cls))
+    if combined is None:
         namespace = {
             name: value
             for name, value in vars(sharded).items()
             if name not in ("__dict__", "__weakref__")
         }
-        made = type(sharded)(sharded.__name__, (methods, cls), namespace)
-        _sharded_classes[methods, cls] = made
-    module.__class__ = made
+        combined = type(sharded)(sharded.__name__, (methods, cls), namespace)
+        _sharded_classes[methods, cls] = combined
+    module.__class__ = combined
 
 
 def _is_sharded(cls: type) -> bool:
-    """Whether `fully_shard` or `replicate` made a class."""
+    """Return whether a class was created by `fully_shard` or `replicate`."""
     # If torch.distributed.fsdp was never imported, no class was made by it.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     mixin = getattr(fsdp, "FSDPModule", None)
@@ -105,8 +105,8 @@ def restore(model: nn.Module) -> int:
     """Undo every `override` in a model, and return how many there were.
 
     Raises:
-        RuntimeError: a module's class was made from an overriding one, as parametrizations do, and
-            cannot be taken apart.
+        RuntimeError: a module's class was derived from an overriding one, as parametrizations do,
+            so that the two cannot be separated.
     """
     layers = {module: _layers(class_of(module)) for module in model.modules()}
     for module, found in layers.items():
@@ -122,12 +122,12 @@ def restore(model: nn.Module) -> int:
 
 
 def _layers(subclass: type) -> list[tuple[type, str, Any]]:
-    """The class overridden, the kind and the facts of each override, from the first to the last."""
-    found = []
+    """Return the overridden class, the kind and the facts of each override, the first one first."""
+    layers = []
     while OVERRIDDEN in vars(subclass):
-        found.append(vars(subclass)[OVERRIDDEN])
-        subclass = found[-1][0]
-    return found[::-1]
+        layers.append(vars(subclass)[OVERRIDDEN])
+        subclass = layers[-1][0]
+    return layers[::-1]
 
 
 def _subclass(base: type, name: str, facts: Hashable) -> type:
@@ -148,17 +148,17 @@ def _subclass(base: type, name: str, facts: Hashable) -> type:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle with the class's own method, except that `_rebuilt` makes the subclass again."""
+    """Pickle with the original class's method, and have `_rebuild` create the subclass again."""
     cls = type(self)
     layers = _layers(next(base for base in cls.__mro__ if OVERRIDDEN in vars(base)))
     base: Any = layers[0][0]
     make, arguments, *state = base.__reduce_ex__(self, protocol)
     arguments = tuple(base if argument is cls else argument for argument in arguments)
     kinds = tuple((name, facts) for _, name, facts in layers)
-    return _rebuilt, (make, arguments, kinds), *state
+    return _rebuild, (make, arguments, kinds), *state
 
 
-def _rebuilt(make: Callable[..., Any], arguments: Any, kinds: Any) -> Any:
+def _rebuild(make: Callable[..., Any], arguments: Any, kinds: Any) -> Any:
     module = make(*arguments)
     for name, facts in kinds:
         override(module, name, facts)

@@ -1,8 +1,8 @@
-"""LoRA of linear layers: peft's layer becomes lora_linear, with the gated activation above it.
+"""LoRA of linear layers: peft's layer calls lora_linear, also for the activation of a gated MLP.
 
 The new forward reads peft's layer in each call, as the loss reads an adapted head: the adapter, its
-factor and its modules, which it does not call. Whatever the op does not compute runs peft's own
-code: merged and disabled adapters, several, dropout, the variants of LoRA.
+factor and the parameters of its modules, which it does not call. Peft's own code runs where the op
+does not compute the same: for merged, disabled or several adapters, dropout, and variants of LoRA.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from ..ops.activations.tiled_mlp import ACTIVATIONS
 from ..ops.lora_linear import lora_linear
 from ..torch_private import FakeTensor
 from . import classes, sharding
-from .assumptions import is_set_on, say_once
+from .assumptions import is_set_on, warn_once
 from .layers.experts import peft_experts
-from .layers.installed import Facts
-from .layers.program import CHILD, OP, Program, Step, Value
-from .loss.head import obstacle_beside
+from .layers.installed import ModuleFacts
+from .layers.program import CHILD, OP, Program, ProgramStep, Value
+from .loss.head import call_side_effect
 from .loss.lora import LAYER, NUMBERS, adapters_of
 from .planning import Plan
 from .probing import NotAnOp, Probes
 from .versions import read
 
 KIND = "lora"
-# Attribute of a fused layer's class: a function of the layer, in the place of a call.
+# Attribute of a fused layer's class: a function that returns the layer's `Lora`, or None if the
+# layer has to be called.
 READER = "_liger_ops_lora"
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
-# The methods of a layer that its forward calls, and that the op stands for.
+# Methods that a layer's forward calls, and that the new forward does not.
 METHODS = ("_cast_input_dtype", "_check_forward_args")
 LINEAR = nn.Linear.forward
 
 
 class Lora(NamedTuple):
-    """The tensors and the factor of a layer's adapter, as lora_linear takes them behind x."""
+    """The arguments of lora_linear after x: the tensors and the factor of a layer's adapter."""
 
     weight: Tensor
     a: Tensor
@@ -50,7 +51,7 @@ class Lora(NamedTuple):
 
 
 def plan(model: nn.Module) -> Plan:
-    """Override the forward of every LoRA Linear of peft."""
+    """Plan to override the forward of every LoRA Linear of peft."""
     probes = Probes()
 
     def look(plan: Plan, name: str, module: Any) -> None:
@@ -58,7 +59,7 @@ def plan(model: nn.Module) -> Plan:
         if KIND in classes.overrides(module) or not hasattr(module, "lora_dropout"):
             return
         if peft_experts.is_wrapper(module):
-            # It adapts parameters, such as those of experts, whose plan looks at it.
+            # It adapts parameters of experts, and is planned with them.
             return
         if not cls.__module__.startswith("peft.tuners.lora"):
             return
@@ -71,7 +72,7 @@ def plan(model: nn.Module) -> Plan:
         lora = lora_of(module, sharding.is_held_by_fsdp(module.base_layer))
         if isinstance(lora, str):
             raise NotAnOp(lora)
-        probes.once(cls, lambda: _check(module))
+        probes.once(cls, lambda: _check_class(module))
         plan.fuse(name, module, "lora_linear", {"rank": lora.a.shape[0], "scale": lora.scale})
         plan.changes.append(lambda: classes.override(module, KIND, None))
 
@@ -88,24 +89,27 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
             return base.forward(self, x, *args, **kwargs)
         lora = lora_of(self) if base.forward is original else "its class has another forward"
         if isinstance(lora, str):
-            say_once(self, lora)
+            warn_once(self, lora)
             return base.forward(self, x)
-        return lora_linear(x, *lora) if _fits(self, x, lora) else original(self, x)
+        return lora_linear(x, *lora) if _has_dtypes_of_op(self, x, lora) else original(self, x)
 
     def read(layer: Any) -> Lora | None:
         is_fused = type(layer).forward is forward and base.forward is original
-        return _if_not_called(layer) if is_fused else None
+        return _lora_without_side_effects(layer) if is_fused else None
 
     return {"forward": forward, READER: read}
 
 
-def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
-    """The forward of a gated MLP whose last projection may have a LoRA, from one that calls it: the
-    activation then is in the projection's op, which does not keep it."""
-    found = _projections(facts.program)
-    if found is None:
+def below_gated(forward: Callable[..., Any], facts: ModuleFacts) -> Callable[..., Any]:
+    """Return a forward for a gated MLP whose last projection may have a fused LoRA.
+
+    The op of that projection then computes the activation too, and does not keep it for the
+    backward. Without a LoRA, `forward` is called.
+    """
+    projections = _projections(facts.program)
+    if projections is None:
         return forward
-    gate_name, up_name, down_name, step, activation = found
+    gate_name, up_name, down_name, step, activation = projections
     gated, options = library.OPS[step.name].overload, step.args[2:]
 
     @functools.wraps(forward)
@@ -118,7 +122,7 @@ def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]
         gate, up = getattr(self, gate_name)(args[0]), getattr(self, up_name)(args[0])
         if not (isinstance(gate, Tensor) and isinstance(up, Tensor)):
             return forward(self, *args)
-        if gate.dtype is up.dtype is _dtype(gate, lora) and _fits(down, gate, lora):
+        if gate.dtype is up.dtype is _dtype(gate, lora) and _has_dtypes_of_op(down, gate, lora):
             weight, a, b, scale, bias = lora
             return lora_linear(gate, weight, a, b, scale, bias, up, activation)
         return down(gated(gate, up, *options))
@@ -126,9 +130,9 @@ def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]
     return adapted
 
 
-def _projections(program: Program) -> tuple[str, str, str, Step, str] | None:
-    """The names of gate, up and down of down(op(gate(x), up(x))), the op, and the activation of
-    lora_linear that it is, or None for anything else."""
+def _projections(program: Program) -> tuple[str, str, str, ProgramStep, str] | None:
+    """Return the names of gate, up and down in down(op(gate(x), up(x))), the op's step, and the
+    activation of lora_linear that equals it, or None for any other program."""
     x, *values = (Value(i) for i in range(5))
     kinds = [step.kind for step in program.steps]
     if kinds != [CHILD, CHILD, OP, CHILD] or len(program.arguments) != 1:
@@ -146,9 +150,9 @@ def _projections(program: Program) -> tuple[str, str, str, Step, str] | None:
     return None
 
 
-def _if_not_called(layer: Any) -> Lora | None:
-    """What a layer computes, if a call of it does nothing else."""
-    if _computes_base(layer) or obstacle_beside(layer, "it"):
+def _lora_without_side_effects(layer: Any) -> Lora | None:
+    """Return a layer's `Lora`, or None if a call of the layer would do anything else."""
+    if _computes_base(layer) or call_side_effect(layer, "it"):
         return None
     lora = lora_of(layer)
     return lora if isinstance(lora, Lora) else None
@@ -161,9 +165,10 @@ def _dtype(x: Tensor, lora: Lora) -> torch.dtype:
 
 
 def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
-    """What peft's LoRA Linear computes in a call, or why the op does not compute it.
+    """Return the arguments of lora_linear for peft's LoRA Linear, or the reason to leave it.
 
-    `sharded`: whether its parameters may be DTensors, which FSDP2 makes plain for a call.
+    sharded: whether its parameters may be DTensors, in whose place FSDP2 sets plain tensors for a
+        call.
     """
     base = layer.base_layer
     for method in METHODS:
@@ -184,7 +189,7 @@ def lora_of(layer: Any, sharded: bool = False) -> Lora | str:
         return f"its adapter has a dropout of {dropout.p}"
     parts = (base, "its base_layer"), (dropout, "its dropout"), (lora_a, "its lora_A")
     for part, what in (*parts, (lora_b, "its lora_B")):
-        reason = obstacle_beside(part, what)
+        reason = call_side_effect(part, what)
         if reason is not None:
             return reason
     scale = layer.scaling[name]
@@ -202,8 +207,8 @@ def _computes_base(layer: Any) -> bool:
     return bool(layer.merged or layer.disable_adapters)
 
 
-def _fits(layer: Any, x: Tensor, lora: Lora) -> bool:
-    """Whether dtypes are those of the op, and x is cast to the adapter's."""
+def _has_dtypes_of_op(layer: Any, x: Tensor, lora: Lora) -> bool:
+    """Return whether the dtypes are ones that the op takes, and peft casts x to the adapter's."""
     if torch.is_autocast_enabled(x.device.type):
         return True
     a, b, weight = lora.a.dtype, lora.b.dtype, lora.weight.dtype
@@ -214,9 +219,9 @@ def _fits(layer: Any, x: Tensor, lora: Lora) -> bool:
     )
 
 
-def _check(layer: Any) -> None:
-    """Raise NotAnOp if the code of the layer's class computes something else, for one of 3 inputs
-    and 2 outputs."""
+def _check_class(layer: Any) -> None:
+    """Raise NotAnOp if the code of the layer's class computes something else than lora_linear, with
+    a copy of the layer that has 3 inputs and 2 outputs."""
     small, dtype = copy.copy(layer), torch.float64
     (name,) = (one for one in layer.active_adapters if one in layer.lora_A)
     base = nn.Linear(3, 2, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Whether a warning about a model has been given before."""
+"""Remember which warnings about a module were given."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_reasons_given: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def is_news(module: nn.Module, reason: str) -> bool:
-    """Whether this is the first time that a reason is given for a module."""
-    # DataParallel makes new replicas in each step, so the class is the key.
-    reasons = _said.setdefault(type(module) if "_is_replica" in vars(module) else module, set())
-    new = reason not in reasons
+def first_time(module: nn.Module, reason: str) -> bool:
+    """Return whether this is the first call for a module and a reason, and remember it."""
+    # DataParallel creates replicas in each step, so the key of a replica is its class.
+    reasons = _reasons_given.setdefault(
+        type(module) if "_is_replica" in vars(module) else module, set()
+    )
+    is_first = reason not in reasons
     reasons.add(reason)
-    return new
+    return is_first

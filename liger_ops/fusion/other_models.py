@@ -1,4 +1,4 @@
-"""What a model from elsewhere than transformers may have that `fuse` does not look for."""
+"""Report the heads and attentions of models outside transformers that `fuse` does not look for."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NO_ATTENTION = f"attention is looked for in models of transformers; {DOORS}"
 
 
 def not_looked_for(
-    model: nn.Module, kinds: Collection[str], found: Collection[Finding]
+    model: nn.Module, kinds: Collection[str], findings: Collection[Finding]
 ) -> Iterator[Finding]:
-    """A finding for each head and attention of which no fuser of `kinds` says anything.
+    """Yield a finding for each head and attention about which no fuser of `kinds` has reported.
 
-    A head is a linear layer as wide as an embedding; an attention is called so by its class.
+    A head is a linear layer as wide as an embedding; an attention has the word in its class's name.
     """
-    told = {(finding.kind, finding.where) for finding in found}
+    reported = {(finding.kind, finding.where) for finding in findings}
     pretrained = [name for name, one in model.named_modules() if attention.is_pretrained(one)]
     words = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
-    has_loss = any(finding.kind == "loss" for finding in found)
+    has_loss = any(finding.kind == "loss" for finding in findings)
     for name, module in model.named_modules():
         if any(not outer or f"{name}.".startswith(f"{outer}.") for outer in pretrained):
             continue
@@ -46,5 +46,5 @@ def not_looked_for(
         elif ATTENTION_NAME.search(class_name):
             reasons = {Rotary.title: NO_ROPE, attention.KIND: NO_ATTENTION}
         for kind, reason in reasons.items():
-            if kind in kinds and (kind, name) not in told:
+            if kind in kinds and (kind, name) not in reported:
                 yield Finding("", reason, name, class_name=class_name, kind=kind)

@@ -1,4 +1,4 @@
-"""The plan of what to change in a model: complete before anything is changed."""
+"""Plans of the changes to a model. All plans are complete before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from .probing import NotAnOp, first_line
 
 
 class Plan:
-    """The parts that one fuser finds in a model, and the changes that it will make."""
+    """The findings of one fuser in a model, and the changes that it will make.
+
+    Attributes:
+        kind: the kind of the findings.
+        findings: the modules to be fused, and those that are left, with the reason.
+        changes: functions without arguments, each of which makes one change.
+    """
 
     def __init__(
         self, kind: str, model: nn.Module, look: Callable[[Plan, str, nn.Module], None]
     ) -> None:
-        """Look at every module of a model for parts of a kind.
+        """Call `look` for every module of a model.
 
-        `look` adds what it finds in a module to the plan, and raises NotAnOp for a module that is
-        left. A module on which it raises any other exception is left too.
+        `look` adds findings and changes to the plan, and raises NotAnOp for a module that is left.
+        A module for which it raises any other exception is left too.
         """
         self.kind = kind
         self.findings: list[Finding] = []
@@ -55,7 +61,7 @@ class Plan:
 
 @contextmanager
 def wholly_or_not_at_all(model: nn.Module) -> Iterator[None]:
-    """If the body raises, restore the class of every module of a model."""
+    """Run the body, and restore the class of every module of a model if it raises."""
     before = [(module, type(module)) for module in model.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Shared parts of the probes, which run a copy of a model's code on the CPU."""
+"""Shared parts of the probes, which run copies of a model's code on the CPU to recognise it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ HOOKS = (
 
 
 class NotAnOp(Exception):
-    """The code does not compute an op; the text is the reason, about "it"."""
+    """The code does not compute an op. The text is the reason, and says "it" for the module."""
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run code on the CPU without gradients and autocast, and hide its traces: no warnings, and no
-    changes of random number generators.
+    """Run the body on the CPU without gradients and autocast. It leaves no traces: no warnings, and
+    unchanged random number generators.
 
-    A device's context sees every call of PyTorch, so that it is entered only where it is needed.
+    The context of a device slows down every call of PyTorch, so that it is entered only if the
+    default device is another one.
     """
     is_default = torch.empty(0).device == DEVICE
     with (
@@ -55,24 +56,24 @@ def undisturbed() -> Iterator[None]:
 
 
 class Probes:
-    """Cache of probe results: a key holds everything that the result can depend on."""
+    """A cache of probe results. A key must hold everything on which the result can depend."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, Any] = {}
+        self.results: dict[Any, Any] = {}
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:
-        """The result of `probe`, which runs once per key.
+        """Return the result of `probe`, which runs once per key.
 
         Raises:
             NotAnOp: `probe` raised it, or failed with another exception.
         """
-        if key not in self.found:
+        if key not in self.results:
             with undisturbed():
-                self.found[key] = _outcome(probe)
-        found: T | NotAnOp = self.found[key]
-        if isinstance(found, NotAnOp):
-            raise NotAnOp(*found.args)
-        return found
+                self.results[key] = _outcome(probe)
+        result: T | NotAnOp = self.results[key]
+        if isinstance(result, NotAnOp):
+            raise NotAnOp(*result.args)
+        return result
 
 
 def _outcome(probe: Callable[[], T]) -> T | NotAnOp:
@@ -86,19 +87,21 @@ def _outcome(probe: Callable[[], T]) -> T | NotAnOp:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that not every module has."""
+    """Return the attributes of a module that not every module has."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_STATE}
 
 
 def attributes_key(module: nn.Module) -> Any:
-    """Key that is equal for equal attributes; values of other than plain types are keyed by id."""
+    """Return a key that is equal for equal attributes. Values that are not of plain types are
+    compared by identity."""
     return tuple(
         (name, type(value), _value_key(value)) for name, value in own_attributes(module).items()
     )
 
 
 def leaf_key(module: nn.Module | None) -> Any:
-    """Key for a module without parameters and buffers: equal keys compute the same."""
+    """Return a key for a module without parameters and buffers. Modules with equal keys compute the
+    same."""
     if module is None:
         return None
     children = ((name, leaf_key(child)) for name, child in module._modules.items())

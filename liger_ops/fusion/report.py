@@ -11,14 +11,14 @@ from ..rewrites.table import table
 
 @dataclass(frozen=True)
 class FuseReport(Findings):
-    """This is what `fuse` returns: its changes, and what it left. `print` shows a table of both.
+    """The report of `fuse`: its changes, and what it left. `print` shows a table of both.
 
     A module that looks fusible but was left is a finding with a reason. The length is the number
     of changes.
     """
 
     findings: tuple[Finding, ...] = ()
-    # The kinds of parts that were looked for.
+    # The kinds of parts for which `fuse` looked.
     kinds: tuple[str, ...] = field(default=(), compare=False)
     verification: Verification | None = None
     # The type of the device of the model's parameters.

@@ -1,11 +1,11 @@
 """Parameters that FSDP2, tensor parallelism or DeepSpeed holds.
 
-`fully_shard` keeps the module and the name of every parameter that it shards. It sets whole
+`fully_shard` remembers the module and the name of every parameter that it shards. It sets whole
 tensors there for a forward, and its shards, which are DTensors, after it. Tensor parallelism makes
-parameters DTensors, registers hooks, or sets a forward on the instance. ZeRO-3 of DeepSpeed sets
-the data of a parameter for a forward, and an empty tensor after it; the parameter knows its shape.
-Such a module has to stay in place, and is probed with whole parameters. Hooks of FSDP2 and
-DeepSpeed gather parameters; a module with other hooks is left.
+parameters DTensors, and registers hooks or sets a forward on the instance. ZeRO-3 of DeepSpeed sets
+the data of a parameter for a forward, and an empty tensor after it; the parameter has an attribute
+with its shape. Such a module is fused in place, and is probed with whole parameters. Hooks of FSDP2
+and DeepSpeed only gather parameters; a module with other hooks is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import classes, tensor_parallel
 from .probing import HOOKS, NotAnOp
 
-# Packages whose hooks gather the parameters of a module for a call.
+# The modules whose hooks gather the parameters of a module for a call.
 FSDP = "torch.distributed.fsdp._fully_shard"
 _GATHER = (FSDP, "deepspeed.")
 # Hooks of transformers that record results, such as those of routers.
@@ -35,49 +35,55 @@ Whole = dict[tuple[nn.Module, str], nn.Parameter]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether FSDP, tensor parallelism or DeepSpeed holds a module's parameters."""
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    by_style = bool(own) and tensor_parallel.style_of(module) is not None
-    return is_held_by_fsdp(module) or by_style or any(map(_is_sharded, own))
+    """Return whether FSDP, tensor parallelism or DeepSpeed holds a module's parameters."""
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    by_style = bool(parameters) and tensor_parallel.style_of(module) is not None
+    return is_held_by_fsdp(module) or by_style or any(map(_is_sharded, parameters))
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter in a forward."""
+    """Return the shape of a parameter in a forward."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def is_held_by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP holds a module's parameters."""
+    """Return whether FSDP holds a module's parameters."""
     has_own = any(parameter is not None for parameter in module._parameters.values())
     return has_own and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def whole_parameters(model: nn.Module) -> Whole:
-    """The tensors that stand for parameters: those that FSDP2 sets in the place of its shards,
-    those that DeepSpeed gathers, and parameters that tensor parallelism replicates."""
-    found = {}
+    """Return the whole tensors of a forward, on the meta device: those that FSDP2 sets in the place
+    of shards, that DeepSpeed gathers, or that tensor parallelism replicates."""
+    whole_tensors = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if _is_replicated(parameter) or _is_partitioned(parameter):
                 assert parameter is not None
                 whole = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
-                found[module, name] = nn.Parameter(whole)
+                whole_tensors[module, name] = nn.Parameter(whole)
     for group in _groups(model):
-        for held in group.fsdp_params:
-            if held.is_dtensor and not _are_replicated(_tensor_parallel_placements(held)):
+        for fsdp_param in group.fsdp_params:
+            if fsdp_param.is_dtensor and not _are_replicated(
+                _tensor_parallel_placements(fsdp_param)
+            ):
                 continue
-            info = held._module_info
-            dtype = group.mp_policy.param_dtype or held.sharded_param.dtype
-            whole = nn.Parameter(torch.empty(held._orig_size, dtype=dtype, device="meta"))
-            found[info.module, info.param_name] = whole
-            for place in zip(info.shared_modules, info.shared_param_names, strict=True):
-                found[place] = whole
-    return found
+            info = fsdp_param._module_info
+            dtype = group.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+            whole = nn.Parameter(torch.empty(fsdp_param._orig_size, dtype=dtype, device="meta"))
+            whole_tensors[info.module, info.param_name] = whole
+            for shared in zip(info.shared_modules, info.shared_param_names, strict=True):
+                whole_tensors[shared] = whole
+    return whole_tensors
 
 
 def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
-    """A copy of a module with the parameters of a forward, and without hooks and styles."""
+    """Return a copy of a module with the parameters of a forward, without hooks and styles.
+
+    Raises:
+        NotAnOp: a parameter is sharded in a forward too.
+    """
     parameters: dict[str, nn.Parameter | None] = {}
     by_fsdp = is_held_by_fsdp(module)
     for name, parameter in module._parameters.items():
@@ -111,9 +117,9 @@ def _groups(model: nn.Module) -> Iterator[Any]:
             yield from groups
 
 
-def _tensor_parallel_placements(held: Any) -> Any:
+def _tensor_parallel_placements(fsdp_param: Any) -> Any:
     # Before torch 2.13 the attribute has the other name.
-    spec = getattr(held, "_unsharded_dtensor_spec", None) or held._tp_spec
+    spec = getattr(fsdp_param, "_unsharded_dtensor_spec", None) or fsdp_param._tp_spec
     return spec.placements
 
 
@@ -126,7 +132,7 @@ def _is_dtensor(parameter: Any) -> bool:
 
 
 def _is_partitioned(parameter: Any) -> bool:
-    """Whether ZeRO-3 of DeepSpeed holds a parameter, whose data may be an empty tensor."""
+    """Return whether ZeRO-3 of DeepSpeed holds a parameter, whose data may be an empty tensor."""
     return hasattr(parameter, "ds_shape")
 
 
@@ -139,22 +145,23 @@ def _are_replicated(placements: Any) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module, or its backward, runs hooks of the module."""
+    """Return whether a call of a module, or its backward, runs hooks of the module."""
     own_backward = module._backward_hooks or module._backward_pre_hooks
     return bool(module._forward_hooks or module._forward_pre_hooks or own_backward)
 
 
 def only_gather(module: nn.Module) -> bool:
-    """Whether the hooks of a module gather its own parameters, of which it has none."""
+    """Return whether a module has no parameters, and only hooks that gather its own parameters."""
     if module._backward_hooks or module._backward_pre_hooks or module._parameters:
         return False
     return all(map(gathers, tensor_parallel.forward_hooks(module)))
 
 
 def keep_results(module: nn.Module) -> bool:
-    """Whether no hook of a module is one that may change what the module returns."""
+    """Return whether no hook of a module may change the module's result."""
     return all(gathers(hook, (*_GATHER, _RECORD)) for hook in module._forward_hooks.values())
 
 
 def gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:
+    """Return whether a hook is one of these packages, which gather parameters."""
     return str(getattr(hook, "__module__", "")).startswith(packages)

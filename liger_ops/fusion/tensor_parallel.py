@@ -1,9 +1,9 @@
 """Modules that tensor parallelism shards.
 
 `parallelize_module` makes the parameters DTensors, and registers hooks that make the input a
-DTensor and the output a tensor again. The `tp_plan` of transformers does both in a forward that it
-sets on the instance, around the module's own. A fused loss does not call the head, and does what
-its style does to the input.
+DTensor and the output a tensor again. The `tp_plan` of transformers does the same in a forward that
+it sets on the instance, around the module's own. A fused loss does not call the head, and converts
+the input as the head's style does.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ _EXPERTS = "transformers.distributed.expert_parallel"
 
 
 class OverWords(NamedTuple):
-    """How a head is sharded: the dimension along which a plain input is, None if every rank has the
-    whole, and whether the head gathers its logits."""
+    """A head's sharding over words.
+
+    input_dim is the dimension along which an input that is a plain tensor is sharded, None if every
+    rank has the whole input. gathers says whether the head gathers the logits of all words.
+    """
 
     input_dim: int | None
     gathers: bool
 
 
 def is_hook(hook: Any) -> bool:
-    """Whether a hook is one that a style of torch.distributed.tensor.parallel registers."""
+    """Return whether a hook was registered by a style of torch.distributed.tensor.parallel."""
     return str(getattr(hook, "__module__", "")).startswith(_TORCH)
 
 
 def forward_hooks(module: Any) -> list[Any]:
-    """The hooks that run before and after a module's forward."""
+    """Return the hooks that run before and after a module's forward."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def has_style(module: nn.Module) -> bool:
-    """Whether all hooks of a module, of which it has some, are those of a style of torch, or its
-    forward is a style's of transformers."""
+    """Return whether a module has hooks or a forward set on the instance, all hooks are those of a
+    style of torch, and the forward, if set, is that of a style of transformers."""
     if module._backward_hooks or module._backward_pre_hooks:
         return False
     hooks = forward_hooks(module)
@@ -49,26 +52,27 @@ def has_style(module: nn.Module) -> bool:
 
 
 def over_words(head: Any) -> OverWords | None:
-    """How a style ColwiseParallel, of torch or of transformers, shards a linear layer, or None if
-    the layer has no such style, or another style beside it."""
-    found = [hook for hook in forward_hooks(head) if is_hook(hook)]
+    """Return how a style ColwiseParallel, of torch or transformers, shards a linear layer, or None
+    if the layer has no such style, or a further one."""
+    functions = [hook for hook in forward_hooks(head) if is_hook(hook)]
     if "forward" in vars(head):
-        found.append(vars(head)["forward"])
+        functions.append(vars(head)["forward"])
         if not _is_of_style(head):
             return None
-    constants = constants_of(*found)
+    constants = constants_of(*functions)
     return None if constants is None else OverWords(*constants)
 
 
 def _is_of_style(module: Any) -> bool:
-    """Whether the forward that is set on a module is a style's of transformers."""
+    """Return whether the forward that is set on a module is that of a style of transformers."""
     if getattr(vars(module)["forward"], "__module__", None) != _TRANSFORMERS:
         return False
     return torch.compiler.is_compiling() or style_of(module) is not None
 
 
 def constants_of(*functions: Any) -> tuple[int | None, bool] | None:
-    """What OverWords holds, from the hooks of a style of torch, or the forward of transformers'."""
+    """Return the fields of OverWords, from the closures of the two hooks of a style of torch or of
+    the one forward of a style of transformers, or None for other functions."""
     closures = [_closure(function) for function in functions]
     if len(closures) == 1:
         style: Any = closures[0].get("self")
@@ -78,9 +82,9 @@ def constants_of(*functions: Any) -> tuple[int | None, bool] | None:
     elif len(closures) == 2:
         first: Any = closures[0].get("input_fn")
         last: Any = closures[1].get("output_fn")
-        if not _calls(first, "ColwiseParallel._prepare_input_fn"):
+        if not _is_partial_of(first, "ColwiseParallel._prepare_input_fn"):
             return None
-        if not _calls(last, "ColwiseParallel._prepare_output_fn"):
+        if not _is_partial_of(last, "ColwiseParallel._prepare_output_fn"):
             return None
         inputs, outputs = first.args[0], last.args[0]
     else:
@@ -92,7 +96,8 @@ def constants_of(*functions: Any) -> tuple[int | None, bool] | None:
 
 
 def as_input(head: Any, hidden: Tensor) -> Tensor:
-    """The input of a head that is sharded over words: a DTensor, whole or sharded over rows."""
+    """Return the input of a head that is sharded over words as a DTensor, whole or sharded over
+    rows."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     sharded = over_words(head)
@@ -108,8 +113,8 @@ def as_input(head: Any, hidden: Tensor) -> Tensor:
 
 
 def adapter(lora_b: Any, lora_x: Tensor, x: Any) -> tuple[Tensor, Tensor]:
-    """An adapter of a head that is sharded over words: the input of its lora_B, with the placement
-    of x, and its weight, sharded over words.
+    """Return the input of an adapter's lora_B with the placement of x, and the weight of lora_B
+    sharded over words, for a head that is sharded over words.
 
     A lora_B that no style shards is whole on every rank, and so is its gradient, which is gathered.
     """
@@ -129,7 +134,7 @@ def adapter(lora_b: Any, lora_x: Tensor, x: Any) -> tuple[Tensor, Tensor]:
 
 
 class InstanceForward(NamedTuple):
-    """The style of transformers in whose forward a module's own forward runs."""
+    """A style of transformers, and the closure cell of its forward that holds the module's own."""
 
     style: Any
     mesh: Any
@@ -137,7 +142,7 @@ class InstanceForward(NamedTuple):
 
 
 def style_of(module: Any) -> InstanceForward | None:
-    """The style whose forward transformers set on a module, or None for any other forward."""
+    """Return the style whose forward transformers set on a module, or None for another forward."""
     forward = vars(module).get("forward")
     if getattr(forward, "__module__", None) != _TRANSFORMERS:
         return None
@@ -145,37 +150,37 @@ def style_of(module: Any) -> InstanceForward | None:
     own = cells.get(_ORIGINAL)
     if own is None or getattr(own.cell_contents, "__self__", None) is not module:
         return None
-    found = {name: cell.cell_contents for name, cell in cells.items()}
-    return InstanceForward(found.get("self"), found.get("mesh"), own)
+    values = {name: cell.cell_contents for name, cell in cells.items()}
+    return InstanceForward(values.get("self"), values.get("mesh"), own)
 
 
 def call_class(module: nn.Module, style: InstanceForward) -> None:
-    """Make a style's forward call the forward of the class that the module has in each call.
+    """Make a style's forward look up the module's class in each call, and call its forward.
 
-    It calls the one of the class that the module had when the model was loaded, which an override
-    replaces.
+    Without this it calls the forward of the class that the module had when the model was loaded,
+    and not the one that `fuse` installs.
     """
     style.own.cell_contents = types.MethodType(_forward_of_class, module)
 
 
 def dispatchers_of(module: Any) -> list[Any]:
-    """The objects of transformers that call the forward of experts which a rank holds, with the
-    tokens that are sent to it, in the forward that is set on the module."""
+    """Return the objects that call a module's forward with the tokens that are sent to this rank,
+    from the forward that transformers set on a module of experts."""
     forward = vars(module).get("forward")
     if getattr(forward, "__module__", None) != _EXPERTS:
         return []
     outer = _closure(forward).get("implementation")
-    found = [outer, *vars(outer).values()]
-    forwards = [getattr(one, "experts_forward", None) for one in found]
+    candidates = [outer, *vars(outer).values()]
+    forwards = [getattr(candidate, "experts_forward", None) for candidate in candidates]
     return [
-        one
-        for one, own in zip(found, forwards, strict=True)
+        candidate
+        for candidate, own in zip(candidates, forwards, strict=True)
         if getattr(own, "__self__", None) is module
     ]
 
 
 def dispatch_to_class(module: Any) -> None:
-    """Make these objects call the forward of the class that the module has in each call."""
+    """Make the dispatchers of a module look up the module's class in each call, as `call_class`."""
     for dispatcher in dispatchers_of(module):
         dispatcher.experts_forward = types.MethodType(_forward_of_class, module)
 
@@ -184,7 +189,7 @@ def _forward_of_class(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def _calls(function: Any, name: str) -> bool:
+def _is_partial_of(function: Any, name: str) -> bool:
     called = getattr(function, "func", None)
     module = str(getattr(called, "__module__", ""))
     return module.startswith(_TORCH) and getattr(called, "__qualname__", "") == name

@@ -1,8 +1,8 @@
 """Trace code once with fake tensors, into a graph like Dynamo's.
 
-Dynamo itself takes 50 to 200 ms for each piece of code, this takes 1 to 10: the code runs in
-Python, and its calls of PyTorch functions on tensors are recorded. Effects on anything but a call's
-arguments and result are not, nor is code that uses no tensor: callers check attributes for those.
+Dynamo itself takes 50 to 200 ms for each piece of code, and this 1 to 10: the code runs in Python,
+and its calls of PyTorch functions on tensors are recorded. Code that uses no tensor, and effects on
+anything but a call's arguments and result, are not recorded: callers check attributes for those.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ..rewrites.engine.effects import writes
 from ..torch_private import DisableTorchFunction, FakeTensorMode
 from .probing import DEVICE, NotAnOp
 
-# Types of results that code reads from a tensor without computing.
+# Types of results that are properties of a tensor, and no computation.
 CONSTANTS = (
     bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
 # Reflected operators, whose left operand is a number, by the methods that Python calls.
-TURNED = {
+REFLECTED = {
     "__rsub__": operator.sub,
     "__rtruediv__": operator.truediv,
     "__rdiv__": operator.truediv,
     "__rpow__": operator.pow,
 }
 
-# What a tensor has in a training step, and not in a trace.
-OF_AUTOGRAD = {"requires_grad", "grad_fn", "is_leaf", "grad", "retains_grad", "_version"}
+# Attributes of autograd, which differ between a training step and a trace.
+AUTOGRAD_ATTRIBUTES = {"requires_grad", "grad_fn", "is_leaf", "grad", "retains_grad", "_version"}
 
-# Operations whose result has the elements of their first argument.
+# Operations whose result has the same elements as their first argument.
 UNCHANGED = {IDENTITY, "contiguous"}
 
 
-# Sizes of a trace that stand for any size, by the sizes that a reader would choose. They are primes
-# that no model has for a width, so that each multiple of one shows where it comes from.
+# Sizes in a trace that stand for any size, keyed by the small sizes that a test would use. They are
+# primes that no model has for a width, so that a multiple of one can only come from it.
 ANY_SIZES = {2: 1009, 3: 1013, 4: 1019, 5: 1021}
 
 
 class _AnySize(int):
-    """A size that stands for any size. Its trace takes note if code decides by it.
+    """A size that stands for any size. Its trace is marked if code decides by it.
 
     Symbolic shapes of PyTorch show the same, and take ten times as long.
     """
@@ -58,19 +58,19 @@ class _AnySize(int):
     trace: Trace
 
     def __new__(cls, size: int, trace: Trace) -> _AnySize:
-        made = super().__new__(cls, size)
-        made.trace = trace
-        return made
+        any_size = super().__new__(cls, size)
+        any_size.trace = trace
+        return any_size
 
     def __hash__(self) -> int:
         return super().__hash__()
 
 
-def _deciding(name: str) -> Callable[..., Any]:
+def _deciding_method(name: str) -> Callable[..., Any]:
     method = getattr(int, name)
 
     def decide(self: _AnySize, *others: Any) -> Any:
-        is_same = all(isinstance(one, _AnySize) and int.__eq__(one, self) for one in others)
+        is_same = all(isinstance(other, _AnySize) and int.__eq__(other, self) for other in others)
         if self.trace.is_watching and not (others and is_same):
             self.trace.decides = True
         return method(self, *others)
@@ -78,7 +78,7 @@ def _deciding(name: str) -> Callable[..., Any]:
     return decide
 
 
-def _computing(name: str) -> Callable[..., Any]:
+def _computing_method(name: str) -> Callable[..., Any]:
     method = getattr(int, name)
 
     def compute(self: _AnySize, *others: Any) -> Any:
@@ -91,9 +91,9 @@ def _computing(name: str) -> Callable[..., Any]:
 for _name in (
     "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "truediv", "rtruediv", "pow",
 ):  # fmt: skip
-    setattr(_AnySize, f"__{_name}__", _deciding(f"__{_name}__"))
+    setattr(_AnySize, f"__{_name}__", _deciding_method(f"__{_name}__"))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
-    setattr(_AnySize, f"__{_name}__", _computing(f"__{_name}__"))
+    setattr(_AnySize, f"__{_name}__", _computing_method(f"__{_name}__"))
 
 
 class Trace(TorchFunctionMode):
@@ -107,7 +107,7 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
         self.is_watching = self.decides = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -119,7 +119,7 @@ class Trace(TorchFunctionMode):
             NotAnOp: the body decides by a size of `ANY_SIZES` what it computes.
         """
         with (
-            _quiet(),
+            _silenced(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(DEVICE.type, enabled=False),
@@ -144,15 +144,15 @@ class Trace(TorchFunctionMode):
         self._remember(self.graph.placeholder(name), tensor)
 
     def node(self, value: Any) -> Any:
-        """The node of a tensor; any other value is returned unchanged."""
+        """Return the node of a tensor, or any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._nodes:
-            self.add(f"constant_{len(self._kept)}", value)
+            self.add(f"constant_{len(self._alive)}", value)
         return self._nodes[id(value)]
 
     def module(self, result: Any) -> fx.GraphModule:
-        """The recorded graph, with one or several tensors for its result."""
+        """Return the recorded graph, with a tensor or a structure of tensors as its result."""
         self.graph.output(pytree.tree_map(self.node, result))
         return _Module(torch.nn.Module(), self.graph)
 
@@ -161,21 +161,24 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         self.is_watching, before = False, self.is_watching
         try:
-            return self._called(func, *_plain((args, kwargs or {})))
+            return self._called(func, *_with_plain_ints((args, kwargs or {})))
         finally:
             self.is_watching = before
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ in OF_AUTOGRAD:
+        if (
+            getattr(func, "__name__", "") == "__get__"
+            and func.__self__.__name__ in AUTOGRAD_ATTRIBUTES
+        ):
             raise NotAnOp(f"it reads {func.__self__.__name__} of a tensor")
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__len__" and type(self._watched(result)) is not int:
-            # Python turns what len returns into an int.
+            # `len` returns a plain int: decisions by it could not be seen.
             self.decides = True
         leaves = pytree.tree_leaves(result)
         if leaves and all(isinstance(leaf, CONSTANTS) for leaf in leaves) or result == ():
             return pytree.tree_map_only(int, self._watched, result)
-        kind, target, args = _spelled(func, args)
+        kind, target, args = _as_dynamo_writes(func, args)
         arguments = pytree.tree_map(self.node, (tuple(args), kwargs))
         node = self.graph.create_node(kind, target, *arguments)
         node.meta["example_value"] = result
@@ -185,10 +188,10 @@ class Trace(TorchFunctionMode):
                 self.graph.erase_node(node)
                 return result
             if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
-                # No pattern knows this node: a call in this mode differs from one outside.
+                # The code changed the mode. No pattern may match this node as if it had not.
                 node.op, node.target = "call_function", _in_another_mode
         else:
-            # What uses the tensor from now on uses what was written.
+            # After an in-place operation the tensor's node is the operation.
             self._nodes.pop(id(result), None)
         self._remember(node, result)
         return result
@@ -199,13 +202,13 @@ class Trace(TorchFunctionMode):
 
     def _remember(self, node: fx.Node, result: Any) -> None:
         node.meta["example_value"] = result
-        self._kept.append(result)
+        self._alive.append(result)
         if isinstance(result, Tensor):
             self._nodes.setdefault(id(result), node)
         elif isinstance(result, (tuple, list)):
-            for i, part in enumerate(result):
-                if isinstance(part, Tensor):
-                    self._remember(self.graph.call_function(operator.getitem, (node, i)), part)
+            for i, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._remember(self.graph.call_function(operator.getitem, (node, i)), item)
 
 
 class _Module(fx.GraphModule):
@@ -216,7 +219,7 @@ class _Module(fx.GraphModule):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Silence the log of fake tensors; code that does not accept them raises anyway."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
@@ -226,36 +229,36 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _plain(given: Any) -> Any:
-    """The arguments of a call with plain ints."""
-    if isinstance(given, slice):
-        return slice(*map(_plain, (given.start, given.stop, given.step)))
-    if isinstance(given, dict):
-        return {name: _plain(one) for name, one in given.items()}
-    if type(given) in (tuple, list, torch.Size):
-        return type(given)([_plain(one) for one in given])
-    return int.__pos__(given) if isinstance(given, _AnySize) else given
+def _with_plain_ints(value: Any) -> Any:
+    """Return the arguments of a call with plain ints in the place of any sizes."""
+    if isinstance(value, slice):
+        return slice(*map(_with_plain_ints, (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return {name: _with_plain_ints(item) for name, item in value.items()}
+    if type(value) in (tuple, list, torch.Size):
+        return type(value)([_with_plain_ints(item) for item in value])
+    return int.__pos__(value) if isinstance(value, _AnySize) else value
 
 
 def unchanged(node: fx.Node) -> fx.Node:
-    """The node that `node` is a copy of, or `node` itself."""
+    """Return the node of which `node` is a copy, or `node` itself."""
     while (call := canonical(node)) is not None and call.op in UNCHANGED:
         node = call.args[0]
     return node
 
 
 def _in_another_mode(*args: Any, **kwargs: Any) -> None:
-    """Stands in a graph for a call in another gradient or autocast mode."""
+    """The target of a node that was called in another gradient or autocast mode."""
 
 
-def _spelled(func: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
-    """The kind of node, target and arguments that Dynamo would give a call."""
+def _as_dynamo_writes(func: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+    """Return the kind of node, the target and the arguments that Dynamo would write for a call."""
     name = getattr(func, "__name__", "")
     owner = getattr(func, "__self__", None)
     if name == "__get__":
         return "call_function", getattr, (args[0], owner.__name__)  # type: ignore[union-attr]
-    if name in TURNED:
-        return "call_function", TURNED[name], args[1::-1]
+    if name in REFLECTED:
+        return "call_function", REFLECTED[name], args[1::-1]
     if name in ("__getitem__", "__setitem__"):
         return "call_function", getattr(operator, name.strip("_")), args
     is_method = isinstance(func, (types.MethodDescriptorType, types.WrapperDescriptorType))

@@ -1,4 +1,4 @@
-"""A fused model as it was before, for good or for a while, and its comparison with itself."""
+"""Restore a fused model, for good or for a while, and compare the two."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def check_module(function: str, model: object) -> None:
 
 @contextlib.contextmanager
 def unfused(model: nn.Module) -> Iterator[int]:
-    """Within it, a model is not fused; it gives the number of modules that are fused outside."""
+    """Run the body with the model unfused, and fuse it again. Yield the number of fused modules."""
 
-    class Again(Exception):
-        """What restores the fused modules."""
+    class Restore(Exception):
+        """Raised to have `wholly_or_not_at_all` restore the fused classes."""
 
     with (
-        contextlib.suppress(Again),
+        contextlib.suppress(Restore),
         wholly_or_not_at_all(model),
         attention.names_kept_on_error(model),
     ):
         yield unfuse(model)
-        raise Again
+        raise Restore
 
 
 UNCHANGED.append(unfused)
@@ -65,15 +65,15 @@ def verified(model: nn.Module, batch: Any) -> Verification:
     """Compare a fused model with the unfused one on a batch.
 
     Raises:
-        ValueError: they differ, or cannot be compared.
+        ValueError: the two differ, or cannot be compared.
     """
     args: Any = () if isinstance(batch, Mapping) else batch
     args = args if isinstance(args, (tuple, list)) else (args,)
     kwargs = dict(batch) if isinstance(batch, Mapping) else {}
     try:
-        found = verify_changes(model, args, kwargs)
+        verification = verify_changes(model, args, kwargs)
     except CannotVerify as reason:
         raise ValueError(f"fuse: the model is left as it was, unverified: {reason}") from reason
-    if not found.agrees:
-        raise ValueError(f"fuse: the model is left as it was, for it would change: {found}")
-    return found
+    if not verification.agrees:
+        raise ValueError(f"fuse: the model is left as it was, for it would change: {verification}")
+    return verification

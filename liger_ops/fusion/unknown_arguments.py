@@ -14,8 +14,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def naming_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function say of a keyword that it does not have where that belongs."""
+def explain_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function to raise, for an unknown keyword, a TypeError that says where it belongs."""
     accepted = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -23,12 +23,12 @@ def naming_unknown(function: Callable[P, R]) -> Callable[P, R]:
         for name in kwargs:
             if name in accepted:
                 continue
-            close = difflib.get_close_matches(name, accepted, 1)
+            similar = difflib.get_close_matches(name, accepted, 1)
             text = f"fuse: {name} is not an argument; accepted are {', '.join(accepted)}"
             if name in LOSS_ARGUMENTS:
                 text += f". The forward of the fused model takes it: model(**batch, {name}=...)"
-            elif close:
-                text += f". Did you mean {close[0]}?"
+            elif similar:
+                text += f". Did you mean {similar[0]}?"
             raise TypeError(text)
         return function(*args, **kwargs)
 

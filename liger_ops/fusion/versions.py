@@ -1,7 +1,7 @@
 """Attributes that modules and configurations of transformers and peft have in some versions only.
 
-What a module of another package does is read by `read`, so that each such attribute has one value
-for the versions without it: what their code does.
+`read` returns such an attribute. For a version without it, there is one default, which is what the
+code of that version does.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ DEFAULTS: dict[str, Any] = {
 
 
 def read(owner: Any, name: str) -> Any:
-    """An attribute of an object, or what its absence means."""
+    """Return an attribute of an object, or its default from DEFAULTS."""
     return getattr(owner, name, DEFAULTS[name])

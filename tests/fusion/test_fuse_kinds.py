@@ -63,9 +63,9 @@ def test_equal_modules_are_traced_once(name: str, monkeypatch: pytest.MonkeyPatc
     """Those of equal class, sizes, dtype and attributes share a trace."""
     kind, make, others = MODULES[name]
     traced: list[nn.Module] = []
-    found = kind.found
+    found = kind.derive_facts
     monkeypatch.setattr(
-        kind, "found", lambda self, module: traced.append(module) or found(self, module)
+        kind, "derive_facts", lambda self, module: traced.append(module) or found(self, module)
     )
     model = nn.ModuleList([*(make() for _ in range(20)), *others])
     report = fuse(model)

@@ -81,9 +81,9 @@ def failing(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "name", "kind", "reason"),
     [
-        (Norms, "found", "norm", "its probe failed: ValueError: out of luck"),
+        (Norms, "derive_facts", "norm", "its probe failed: ValueError: out of luck"),
         (Norms, "key", "norm", "it cannot be probed: ValueError: out of luck"),
-        (GatedMLPs, "found", "gated activation", "its probe failed: ValueError: out of luck"),
+        (GatedMLPs, "derive_facts", "gated activation", "its probe failed: ValueError: out of luck"),
         (GatedMLPs, "obstacle", "gated activation", "it cannot be probed: ValueError: out of luck"),
     ],
 )

@@ -1,10 +1,11 @@
-"""Attention of transformers models, through transformers' registries of attention and masks.
+"""Fuse the attention of transformers models, through transformers' registries.
 
-A model's configuration names its implementation. `fuse` registers implementations of its own, which
-send masks to the engines and everything else to what the model had, and writes their names there.
-The model that makes the masks gets a class of its own too, whose forward does not look for packed
-documents in position_ids that it made itself, and by which a copy in another process registers the
-names again.
+A model's configuration names its attention implementation. `fuse` registers implementations of its
+own in the registries of attention and mask functions, and writes their names into configurations.
+They call the fastest engine for the masks that it takes, and the model's own functions otherwise.
+The model that makes the masks also gets a class of its own. Its forward does not look for packed
+documents in position_ids that it made itself, and a copy in another process, which creates the
+class again, registers the names there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..probing import NotAnOp
 from ..versions import read
 from .attention_function import attention_function
 from .attention_mask import mask_function
-from .attention_positions import CAUSAL, makes_positions, of_own_positions
+from .attention_positions import CAUSAL, makes_positions, without_looking_at_positions
 from .attention_probe import addition
 
 KIND = "attention"
@@ -40,23 +41,27 @@ NAME = "liger"
 
 EAGER_FUNCTION = "eager_attention_forward"
 
-# Sizes of heads that flex_attention takes on a GPU.
+# The sizes of heads that flex_attention takes on a GPU.
 HEAD_DIMS = range(LEAST_HEAD_DIM, FLASH_HEAD_DIM + 1)
 
 SOFTCAP = "attn_logit_softcapping"
-# Numbers of a configuration with which its attention is left.
+# Fields of a configuration; a model with one that is not 0 is left.
 OBSTACLES = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
-# Code that asks for an implementation by its name does not know ours.
-ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|\[config\._attn_implementation\]")
+# Code that compares the name of the implementation, or looks it up, would not know ours.
+READS_NAME = re.compile(
+    r"_attn_implementation\s*(==|!=|in\b|not in\b)|\[config\._attn_implementation\]"
+)
 
 
-class Facts(NamedTuple):
-    """These are the facts about a model that its new class needs.
+class AttentionFacts(NamedTuple):
+    """The facts about a model that its new class needs.
 
-    source: the module with the model's own attention code, or "" if it had "sdpa".
-    adds: what that code adds to softmax attention, "sinks" or "softcap".
-    makes_positions: the inputs for which it makes consecutive position_ids if it is given none.
+    Attributes:
+        source: the Python module with the model's own attention code, or "" if it had "sdpa".
+        adds: the addition of that code to softmax attention: "sinks", "softcap" or "".
+        makes_positions: the inputs for which the model makes consecutive position_ids if it is
+            given none.
     """
 
     source: str
@@ -74,7 +79,7 @@ class Facts(NamedTuple):
 
 
 def plan(model: nn.Module) -> Plan:
-    """Find the models in `model` that make causal masks."""
+    """Plan the changes of the models in `model` that make causal masks."""
     return Plan(KIND, model, _look)
 
 
@@ -84,27 +89,27 @@ def _look(plan: Plan, name: str, module: nn.Module) -> None:
         return
     if not is_pretrained(module):
         raise NotAnOp("it is not a PreTrainedModel")
-    facts = Facts(*_source(module), makes_positions(module, cls.forward))
+    facts = AttentionFacts(*_source(module), makes_positions(module, cls.forward))
     options = {"implementation": facts.original, "adds": facts.adds}
     plan.fuse(name, module, KIND, options)
     plan.changes.append(functools.partial(_apply, module, facts))
 
 
-def _apply(module: Any, facts: Facts) -> None:
+def _apply(module: Any, facts: AttentionFacts) -> None:
     classes.override(module, KIND, facts)
     # The setter of `_attn_implementation` would change the configurations inside too.
     module.config._attn_implementation_internal = facts.name
 
 
 @classes.kind(KIND)
-def methods(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
+def methods(base: Any, facts: AttentionFacts) -> dict[str, Callable[..., Any]]:
     _register(facts)
     inputs = facts.makes_positions
-    return {"forward": of_own_positions(base.forward, inputs)} if inputs else {}
+    return {"forward": without_looking_at_positions(base.forward, inputs)} if inputs else {}
 
 
-def _register(facts: Facts) -> None:
-    """Write the functions of a name into transformers' registries."""
+def _register(facts: AttentionFacts) -> None:
+    """Write the attention and mask functions of a model into transformers' registries."""
     from transformers import masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -132,7 +137,7 @@ def _register(facts: Facts) -> None:
 
 
 def _source(module: Any) -> tuple[str, str]:
-    """The module with the model's eager code, or "" for SDPA, and what that code adds.
+    """Return the Python module with the model's eager code ("" for SDPA), and what that code adds.
 
     Raises:
         NotAnOp: the model's attention is left.
@@ -172,7 +177,7 @@ def _check_code(cls: Any) -> None:
     source = inspect.getsource(file)
     if "position_bias" in source:
         raise NotAnOp("its attention has position biases")
-    if not cls._can_set_attn_implementation() or ASKS.search(source):
+    if not cls._can_set_attn_implementation() or READS_NAME.search(source):
         raise NotAnOp("its code depends on the name of its attention implementation")
     registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
     if registry is not ALL_ATTENTION_FUNCTIONS or registry["sdpa"] is not sdpa_attention_forward:
@@ -196,12 +201,13 @@ def _check_config(config: Any) -> None:
 
 
 def _head_sizes(config: Any) -> tuple[int, int]:
-    """How many numbers a head has, of queries and keys, and of values; 0 if it is not said."""
+    """Return the size of a head of queries and keys, and of values; 0 if the configuration does not
+    give it."""
 
     def number(name: str) -> int:
         return getattr(config, name, None) or 0
 
-    # Multi-head latent attention, whose configuration has the size of the rotated part as head_dim.
+    # In multi-head latent attention, `head_dim` is the size of the rotated part alone.
     size = number("qk_nope_head_dim") and number("qk_nope_head_dim") + number("qk_rope_head_dim")
     size = size or number("head_dim")
     size = size or number("hidden_size") // max(number("num_attention_heads"), 1)
@@ -214,7 +220,7 @@ def _makes_masks(cls: Any) -> bool:
 
 
 def _functions(module: nn.Module, name: str) -> Iterator[Any]:
-    """The global functions of a name that the forwards of the modules in `module` refer to."""
+    """Yield the global functions called `name` to which forwards in a model refer."""
     for child in module.modules():
         cls: Any = classes.class_of(child)
         code = _code(cls)
@@ -223,7 +229,7 @@ def _functions(module: nn.Module, name: str) -> Iterator[Any]:
 
 
 def _code(cls: Any) -> Any:
-    """The code of a class's forward, or None if it is not written in Python."""
+    """Return the code of a class's forward, or None if it is not written in Python."""
     if issubclass(cls, torch.jit.ScriptModule):
         return None
     return getattr(inspect.unwrap(cls.forward), "__code__", None)
@@ -236,7 +242,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def restore(model: nn.Module) -> None:
-    """Write the implementations that models had into their configurations."""
+    """Write the names of the implementations that models had into their configurations."""
     module: Any
     for module in model.modules():
         facts = classes.overrides(module).get(KIND)
@@ -246,7 +252,7 @@ def restore(model: nn.Module) -> None:
 
 @contextmanager
 def names_kept_on_error(model: nn.Module) -> Iterator[None]:
-    """If the body raises, write the implementations that models have now into them again."""
+    """Run the body, and restore the names of implementations in the configurations if it raises."""
     configs: list[Any] = [module.config for module in model.modules() if is_pretrained(module)]
     before = [(config, config._attn_implementation) for config in configs]
     try:

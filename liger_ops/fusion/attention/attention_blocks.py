@@ -1,7 +1,8 @@
 """Block masks of flex_attention for any predicate of indices, without a dense mask in memory.
 
 A mask function takes tensors of batch, head, query and key indices that broadcast, and returns
-which keys a query attends to. Eagerly, a few rows of blocks are evaluated at a time (`ELEMENTS`).
+whether the query attends to the key. Eager code evaluates a few rows of blocks at a time
+(`ELEMENTS`).
 """
 
 from __future__ import annotations
@@ -27,60 +28,65 @@ from ...rewrites.attention.mask.blocks import (
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Blocks(BlockMask):
-    """A block mask. If it is a causal sliding window and nothing else, `window` is its size.
+class AnnotatedBlockMask(BlockMask):
+    """A block mask of flex_attention, with two facts that the engines need.
 
-    `unseen`, (batch, queries), marks the queries that see no key, if these are to get the mean of
-    all values: to flex_attention they then see all keys.
+    Attributes:
+        window: the size of the sliding window, if the mask is a causal window and nothing else.
+        unseen: (batch, queries), True for the queries that see no key, if these are to get the mean
+            of all values. The mask that flex_attention gets shows them all keys.
     """
 
     window: int | None = None
     unseen: Tensor | None = None
 
-    def contiguous(self) -> Blocks:
+    def contiguous(self) -> AnnotatedBlockMask:
         """Return itself: generate() calls this method of every mask that it prepares."""
         return self
 
 
-# Elements of a dense mask that exist at a time, eagerly: 64 MiB of bool.
+# The most elements of a dense mask that eager code holds at a time: 64 MiB of bool.
 ELEMENTS = 2**26
 
 
 def block_mask(
     visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device,
     *, gives_means: bool = False,
-) -> Blocks:  # fmt: skip
-    """The block mask of a mask function, for all heads. Sizes may be symbols while tracing.
+) -> AnnotatedBlockMask:  # fmt: skip
+    """Create the block mask of a mask function, for all heads. Sizes may be symbols while tracing.
 
-    A mask function that does not read the batch index gives one for all rows of the batch. With
-    `gives_means` it is for attention that gives a query that sees no key the mean of all values.
+    If the mask function does not read the batch index, all rows of the batch share one mask. With
+    `gives_means`, queries that see no key are to get the mean of all values.
     """
     sizes, unseen, shown = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}, None, visible
     if gives_means:
-        found = unseen_queries(called, visible, sizes, device, _rows(batch * keys))
-        unseen = found[:, 0].expand(batch, queries)
+        is_unseen = unseen_queries(called, visible, sizes, device, _rows(batch * keys))
+        unseen = is_unseen[:, 0].expand(batch, queries)
 
         def shown(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return visible(b, h, q, k) | unseen[b, q]
 
     rows = _rows(batch * (keys + BLOCK) * BLOCK)
     lists: Any = block_lists(called, shown, sizes, device, rows)
-    made = Blocks(seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=shown, **lists)
-    made.unseen = unseen
-    return made
+    mask = AnnotatedBlockMask(
+        seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=shown, **lists
+    )
+    mask.unseen = unseen
+    return mask
 
 
 def _rows(elements: int) -> int | None:
-    """How many rows of so many elements exist at a time; None for all, while they are compiled."""
+    """Return the number of rows of this many elements to hold at a time, or None for all rows, if
+    the code is compiled."""
     return None if torch.compiler.is_compiling() else max(1, ELEMENTS // elements)
 
 
 def dense(mask: BlockMask) -> Tensor:
-    """The boolean mask (batch, 1, queries, keys) of a block mask made by `block_mask`."""
+    """Return the boolean mask (batch, 1, queries, keys) of a block mask from `block_mask`."""
     queries, keys = mask.seq_lengths
     device = mask.kv_num_blocks.device
     b, q, k = (torch.arange(n, device=device) for n in (mask.kv_num_blocks.shape[0], queries, keys))
     visible = mask.mask_mod(b[:, None, None, None], b.new_zeros(1, 1, 1, 1), q[:, None], k[None, :])
-    if isinstance(mask, Blocks) and mask.unseen is not None:
+    if isinstance(mask, AnnotatedBlockMask) and mask.unseen is not None:
         visible = visible & ~mask.unseen[:, None, :, None]
     return visible.expand(mask.kv_num_blocks.shape[0], 1, queries, keys)

@@ -1,7 +1,7 @@
 """The attention functions that `fuse` registers in transformers.
 
-They send a block mask to flash attention or flex_attention, and everything else to the model's own
-function: scaled_dot_product_attention, or the code in the model's file.
+With a block mask they call flash attention or flex_attention, and with any other mask the model's
+own function: scaled_dot_product_attention, or the code in the model's file.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from ...rewrites.attention.flex_attention import kernel_options, score_of, with_
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...rewrites.attention.mask.blocks import called
 from ...torch_private import native_attention
-from .attention_blocks import Blocks, dense
+from .attention_blocks import AnnotatedBlockMask, dense
 
-# PyTorch's own function, in whose place context_parallel puts another.
+# PyTorch's own function, which context_parallel replaces.
 SDPA = native_attention
-# Arguments that change the results, and that are left to the model's own function.
-LEFT = ("position_bias", "cache")
+# Arguments that change the results, and that only the model's own function takes.
+UNSUPPORTED = ("position_bias", "cache")
 
 
 def attention_function(
     original: Callable[..., Any], adds: str = "", current: Callable[[], Any] | None = None
 ) -> Callable[..., Any]:
-    """An attention function to register, for layers that may use `original`.
+    """Return an attention function to register, for layers that would call `original`.
 
-    `current` returns what the model would call now: if that is another function, it is called.
-    If `adds` is "sinks", `original` adds a column of scores, its argument `s_aux`, to the softmax;
-    if it is "softcap", `original` caps the scores by its argument `softcap`. Either adds its mask
-    to the scores; any other `original` takes boolean masks, and neither of the arguments.
+    Args:
+        original: the model's own function.
+        adds: "sinks" if `original` adds a column of scores, its argument `s_aux`, to the softmax;
+            "softcap" if it caps the scores by its argument `softcap`. Either adds its mask to the
+            scores. With "", it takes boolean masks, and neither argument.
+        current: returns the function that the model would call now. If it is not `original`, it is
+            called.
     """
     has_sinks = adds == "sinks"
 
@@ -47,15 +50,21 @@ def attention_function(
         dropout: float = 0.0, scaling: float | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         now = original if current is None else current()
-        if isinstance(attention_mask, Blocks):
+        if isinstance(attention_mask, AnnotatedBlockMask):
             sinks = others.get("s_aux") if has_sinks else None
             softcap = others.get("softcap")
-            plain = all(others.get(name) is None for name in LEFT) and dropout == 0
-            plain = plain and (softcap is None or adds == "softcap") and now is original
-            plain = plain and _are_scales(scaling, softcap)
-            if plain and (sinks is not None) is has_sinks and not others.get("output_attentions"):
-                given = (query, key, value, attention_mask, scaling, sinks, softcap)
-                return _attention(*given), None
+            is_supported = all(others.get(name) is None for name in UNSUPPORTED) and dropout == 0
+            is_supported = (
+                is_supported and (softcap is None or adds == "softcap") and now is original
+            )
+            is_supported = is_supported and _are_scales(scaling, softcap)
+            if (
+                is_supported
+                and (sinks is not None) is has_sinks
+                and not others.get("output_attentions")
+            ):
+                operands = (query, key, value, attention_mask, scaling, sinks, softcap)
+                return _attention(*operands), None
             attention_mask = dense(attention_mask)
             if adds:
                 zero, low = torch.zeros_like(query[:1, :1, :1, :1]), torch.finfo(query.dtype).min
@@ -67,7 +76,7 @@ def attention_function(
 
 
 def _are_scales(*numbers: Any) -> bool:
-    """Whether the engines take these numbers, None being a default."""
+    """Return whether the engines take these numbers, where None is a default."""
     return all(
         number is None or (isinstance(number, (int, float)) and is_scale(number))
         for number in numbers
@@ -76,9 +85,9 @@ def _are_scales(*numbers: Any) -> bool:
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor,
-    mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
+    mask: AnnotatedBlockMask, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D).
+    """Compute attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D).
 
     Raises:
         ValueError: scaled_dot_product_attention is replaced.
@@ -90,7 +99,7 @@ def _attention(
         )
     device = query.device.type
     if torch.is_autocast_enabled(device):
-        # SDPA and matrix products cast; flex_attention and the operator of flash attention do not.
+        # Autocast covers SDPA and matrix products, and neither flex_attention nor flash attention.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     operands, tokens = (query, key, value), (query.shape[2], key.shape[2])
@@ -104,7 +113,7 @@ def _attention(
 
 def _flex(
     query: Tensor, key: Tensor, value: Tensor,
-    mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
+    mask: AnnotatedBlockMask, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
     options["kernel_options"] = kernel_options(query)
@@ -127,8 +136,10 @@ def _scores(softcap: float | None, unseen: Tensor | None) -> Callable[..., Tenso
     return score_mod
 
 
-def _engine(query: Tensor, mask: Blocks, has_lse: bool, has_cap: bool) -> Callable[..., Any]:
-    """flex_attention, compiled unless it is being traced or runs on the CPU, for tests."""
+def _engine(
+    query: Tensor, mask: AnnotatedBlockMask, has_lse: bool, has_cap: bool
+) -> Callable[..., Any]:
+    """Return flex_attention, compiled unless it is being traced or runs on the CPU (in tests)."""
     if torch.compiler.is_compiling() or query.device.type == "cpu":
         return flex_attention
     code = getattr(mask.mask_mod, "__code__", None)
@@ -138,16 +149,16 @@ def _engine(query: Tensor, mask: Blocks, has_lse: bool, has_cap: bool) -> Callab
 
 @functools.lru_cache(maxsize=64)
 def _compiled(*_: Any) -> Callable[..., Any]:
-    """flex_attention compiled by itself for each kind of call.
+    """Return flex_attention compiled by itself, once for each kind of call.
 
-    torch.compile counts recompilations by code object, and gives up after a few. Each kind of call
-    gets a code object of its own, so that only new sizes are counted.
+    torch.compile counts recompilations per code object, and gives up after a few. Each kind of call
+    gets a code object of its own, so that only new sizes count.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
         return flex_attention(query, key, value, **options)
 
     name = f"attend_{_compiled.cache_info().misses}"
-    own = types.FunctionType(attend.__code__.replace(co_name=name), attend.__globals__, name)
-    compiled = torch.compile(own)
+    distinct = types.FunctionType(attend.__code__.replace(co_name=name), attend.__globals__, name)
+    compiled = torch.compile(distinct)
     return lambda query, key, value, **options: compiled(query, key, value, options)

@@ -1,8 +1,9 @@
-"""Models that make consecutive position_ids where they are given none.
+"""Models that make consecutive position_ids if they are given none.
 
-transformers looks at position_ids to find packed documents. In a trace it cannot look, and adds a
-mask of documents in any case. A model that makes its own position_ids has no packed documents: its
-forward is traced without data, and the positions of which it makes masks are proved consecutive.
+transformers reads position_ids to find packed documents. While it is traced it cannot read them,
+and adds a mask of documents in any case. Position_ids that a model makes itself hold no packed
+documents: its forward is traced without data, and the positions that it passes to the mask
+functions are proved consecutive.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ..layers.rebinding import opaque, rebound, wrapped
 from ..probing import undisturbed
 from ..trace import Trace
 
-# Functions of transformers.masking_utils for which a causal mask may be skipped by default.
+# Functions of transformers.masking_utils that may skip a causal mask by default.
 CAUSAL = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
 INPUTS = ("input_ids", "inputs_embeds")
 BATCH, LENGTHS = 2, (4, 9)
 
 
 def makes_positions(model: Any, forward: Any) -> tuple[str, ...]:
-    """The inputs for which a forward's masks are of one document if it is given no position_ids,
-    and `of_own_positions` can tell it so."""
+    """Return the inputs with which a forward's masks are of one document if it is given no
+    position_ids. () if `without_looking_at_positions` cannot copy the forward."""
     names = inspect.signature(forward).parameters
     if "position_ids" not in names or opaque(wrapped(forward)):
         return ()
@@ -43,20 +44,20 @@ def makes_positions(model: Any, forward: Any) -> tuple[str, ...]:
 
 
 def _makes_positions(model: Any, forward: Any, name: str, length: int) -> bool:
-    trace, found = Trace(), []
+    trace, mask_calls = Trace(), []
     shape: tuple[int, ...] = (BATCH, length)
     if name == INPUTS[0]:
         given = trace.input(name, shape, torch.int64)
     else:
         given = trace.input(name, (*shape, getattr(model.config, "hidden_size", 1)), torch.float32)
-    noting = rebound(
-        forward, dict.fromkeys(CAUSAL, lambda _: lambda *_, **given: found.append(given))
+    recording = rebound(
+        forward, dict.fromkeys(CAUSAL, lambda _: lambda *_, **given: mask_calls.append(given))
     )
-    # After its masks a forward may fail for want of data.
+    # After its masks a forward may fail, because its tensors have no data.
     with contextlib.suppress(Exception), undisturbed(), trace.running():
-        noting(_WithoutData(model), use_cache=False, **{name: given})
-    positions = [given.get("position_ids") for given in found]
-    return bool(found) and all(_are_consecutive(trace, one) for one in positions)
+        recording(_WithoutData(model), use_cache=False, **{name: given})
+    positions = [given.get("position_ids") for given in mask_calls]
+    return bool(mask_calls) and all(_are_consecutive(trace, one) for one in positions)
 
 
 def _are_consecutive(trace: Trace, positions: Any) -> bool:
@@ -68,18 +69,18 @@ def _are_consecutive(trace: Trace, positions: Any) -> bool:
 
 
 class _WithoutData:
-    """Stands for a module in a trace: its attributes, and results of the same shapes."""
+    """A stand-in for a module in a trace, with its attributes and with results of its shapes."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.module, name)
-        if isinstance(found, types.MethodType) and found.__self__ is self.module:
-            return types.MethodType(found.__func__, self)
-        if isinstance(found, nn.ModuleList):
+        value = getattr(self.module, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self.module:
+            return types.MethodType(value.__func__, self)
+        if isinstance(value, nn.ModuleList):
             return ()
-        return _WithoutData(found) if isinstance(found, nn.Module) else found
+        return _WithoutData(value) if isinstance(value, nn.Module) else value
 
     def __call__(self, x: Tensor, *others: Any, **options: Any) -> Tensor:
         if isinstance(self.module, nn.Embedding):
@@ -89,18 +90,18 @@ class _WithoutData:
         return x
 
 
-def of_own_positions(forward: Any, inputs: tuple[str, ...]) -> Callable[..., Any]:
-    """A forward that makes its masks without looking at its own positions, if no tensors but these
-    inputs and an attention_mask are given."""
-    known = ("self", *inputs, "attention_mask")
+def without_looking_at_positions(forward: Any, inputs: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a forward whose masks are made without its own position_ids in calls whose only
+    tensors are these inputs and an attention_mask."""
+    harmless = ("self", *inputs, "attention_mask")
     names = list(inspect.signature(forward).parameters)
-    others = [(place, name) for place, name in enumerate(names) if name not in known]
+    others = [(position, name) for position, name in enumerate(names) if name not in harmless]
     consecutive = rebound(forward, dict.fromkeys(CAUSAL, _without_positions))
 
     @functools.wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         given = [args[i] if i < len(args) else kwargs.get(name) for i, name in others]
-        looks = any(isinstance(one, Tensor) for one in given)
+        looks = any(isinstance(value, Tensor) for value in given)
         return (forward if looks else consecutive)(*args, **kwargs)
 
     return chosen

@@ -1,4 +1,4 @@
-"""Whether a model's own attention code is softmax attention with sinks, or with a soft cap."""
+"""Find out whether a model's own attention code has sinks or a soft cap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..probing import DEVICE, undisturbed
 
-# A size of its own for each axis.
+# Different sizes, so that no two axes can be confused.
 BATCH, HEADS, KEY_HEADS, LENGTH, SIZE = 2, 6, 3, 5, 4
 
 # A finite score in float32 too, for keys that are not visible.
@@ -21,7 +21,7 @@ CAP = 0.8
 
 
 def addition(function: Any) -> str | None:
-    """ "sinks" or "softcap" if an attention function of a model's file adds that to softmax
+    """Return "sinks" or "softcap" if an attention function of a model's file adds that to softmax
     attention, else None.
 
     The function runs in float64, and is compared with the equation. A sink is a score for each
@@ -57,7 +57,7 @@ def _computes(function: Any, has_sinks: bool, cap: float | None) -> bool:
     try:
         y, *_ = function(module, query, key, value, mask, **arguments)
     except Exception:
-        # Code that takes other arguments, or as many heads of keys as of queries.
+        # The code takes other arguments, or needs as many heads of keys as of queries.
         return False
     repeats = HEADS // KEY_HEADS
     scores = query @ key.repeat_interleave(repeats, dim=1).mT * scale
@@ -77,6 +77,6 @@ def _computes(function: Any, has_sinks: bool, cap: float | None) -> bool:
     tensors = (x.float() for x in (query, key, value, mask))
     with torch.autocast(DEVICE.type, torch.bfloat16):
         _, in_autocast = function(module, *tensors, **arguments)
-    # In autocast flex_attention is given bfloat16. Code that has float32 scores there is left.
-    # Weights may be given without the sinks.
+    # Under autocast flex_attention is given bfloat16. Code whose scores are float32 there, so that
+    # its weights are exact, is left. It may return weights with or without the sinks.
     return not any(torch.allclose(in_autocast.double(), one, atol=1e-4) for one in (weights, exact))

@@ -1,9 +1,9 @@
-"""Gated activations: what is between the projections of a gated MLP becomes one op.
+"""Gated activations: the code between the projections of a gated MLP becomes one op.
 
-A gated MLP computes down(act(gate(x), up(x))), or the same with one projection of both. A gated
-activation of diffusers (GEGLU, SwiGLU) has that one projection, and none after it. The new forward
-calls the same children, which may be anything: linear layers, quantised or with adapters, wrapped
-before or after.
+A gated MLP computes down(act(gate(x), up(x))), or the same with one projection for gate and up. A
+gated activation of diffusers (GEGLU, SwiGLU) has that one projection, and none after it. The new
+forward calls the same children, which may be any modules: linear layers, quantised or with
+adapters, wrapped before `fuse` or after it.
 """
 
 from __future__ import annotations
@@ -28,34 +28,37 @@ from .. import classes
 from ..lora import below_gated
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
-from .installed import Facts
+from .installed import ModuleFacts
 from .kind import Kind, argument_obstacle, has_state, obstacle, state_obstacle, width_of
 from .module_trace import Case, Traced, names_of
 from .program import Program
 
-# Names of gated activations (but not "Glue") and of MLPs, which a reader expects in the report.
+# Names of classes that a reader expects in the report: gated activations (not "Glue"), and MLPs.
 GATED_NAME = re.compile(r"GLU|[Gg]lu(?!e)")
 MLP_NAME = re.compile(r"mlp|feedforward|ffn", re.IGNORECASE)
 
-# Width of the input and of all projections if one of them does not tell its own.
+# Width of the input and of all projections if a projection has no in_features or out_features.
 ANY_WIDTH = 48
 
 
 class Gated(Kind):
-    """It is the same op in bfloat16, float16 and float32, in training and in evaluation."""
+    """Gated activations, which are the same op in bfloat16, float16 and float32, in training and in
+    evaluation."""
 
     title = "gated activation"
     rewrites = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
     functions = ("chunk", "mul")
 
-    def again(self, program: Program) -> Collection[str]:
-        # swiglu of interleaved halves is clamped_swiglu without a limit.
+    def rewrites_to_compare(self, program: Program) -> Collection[str]:
+        # swiglu of an interleaved gate and up is written as clamped_swiglu without a limit.
         op = program.ops[0].name
         return ("swiglu", "clamped_swiglu") if op == "clamped_swiglu" else (op,)
 
     def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
         (name,) = names_of(getattr(module, self.method))
-        width, widths = _widths(_projections(module)) if self.called(module) else (ANY_WIDTH, {})
+        width, widths = (
+            _widths(_projections(module)) if self.called_children(module) else (ANY_WIDTH, {})
+        )
 
         def case(dtype: torch.dtype, training: bool, **how: Any) -> Case:
             rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
@@ -74,25 +77,27 @@ class Gated(Kind):
         return {} if found == {"gate_multiplier": 1.0, "down_multiplier": 1.0} else found
 
     def check(self, traced: Traced) -> None:
-        given = [traced.result, *pytree.tree_leaves(list(traced.calls.values()))]
-        for y in given:
+        tensors = [traced.result, *pytree.tree_leaves(list(traced.calls.values()))]
+        for y in tensors:
             if isinstance(y, Tensor) and y.dtype is not traced.case.dtype:
                 raise NotAnOp(
                     f"it returns {dtype_name(y.dtype)} for projections of"
                     f" {dtype_name(traced.case.dtype)}"
                 )
 
-    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
-        report = super().rewritten(traced, names)
+    def rewrite_graph(self, traced: Traced, names: Collection[str]) -> Report:
+        report = super().rewrite_graph(traced, names)
         if "clamped_swiglu" in names:
             activations.rewrite_unlimited(traced.graph.graph, report)
         for node, given in bound(traced.graph.graph.nodes):
             if "up" in given and given["up"] is not None:
-                _take_packed(node, given)
+                _pass_packed(node, given)
         return report
 
 
 class GatedMLPs(Gated):
+    """Modules that call projections, with a gated activation between them."""
+
     name = "gated MLP"
 
     def is_expected(self, name: str, module: nn.Module) -> bool:
@@ -103,13 +108,13 @@ class GatedMLPs(Gated):
         if count not in (2, 3) and not (count == 1 and _looks_gated(module)):
             return f"it has {count} children that may be projections"
         reason = obstacle(module) or state_obstacle(module)
-        return reason or argument_obstacle(module, takes_one)
+        return reason or argument_obstacle(module, takes_one_argument)
 
-    def called(self, module: nn.Module) -> Collection[str]:
+    def called_children(self, module: nn.Module) -> Collection[str]:
         return _projections(module)
 
     @classmethod
-    def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
+    def methods(cls, base: Any, facts: ModuleFacts) -> dict[str, Any]:
         made = super().methods(base, facts)
         return made | {cls.method: below_gated(made[cls.method], facts)}
 
@@ -123,24 +128,24 @@ class GatedMLPs(Gated):
             given = [
                 unchanged(one) for one in (*args, *kwargs.values()) if isinstance(one, fx.Node)
             ]
-            of_x = [one.target for one in given] == [traced.case.first]
+            is_given_x = [one.target for one in given] == [traced.case.first]
             if i == len(names) - 1 and not is_alone:
-                if of_x:
+                if is_given_x:
                     raise NotAnOp(f"it changes what {name} returns")
-            elif not of_x:
+            elif not is_given_x:
                 raise NotAnOp("it changes its input before it projects it")
         super().check(traced)
 
 
-def takes_one(given: list[inspect.Parameter]) -> bool:
+def takes_one_argument(parameters: list[inspect.Parameter]) -> bool:
     # diffusers' GEGLU takes any further arguments; a call with some reaches its own forward.
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    kinds = [one.kind for one in given if one.kind not in rest]
+    kinds = [parameter.kind for parameter in parameters if parameter.kind not in rest]
     return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
-def _take_packed(node: fx.Node, given: dict[str, Any]) -> None:
-    """Give an op that has gate and up as two parts of one tensor that tensor."""
+def _pass_packed(node: fx.Node, given: dict[str, Any]) -> None:
+    """If gate and up are two parts of one tensor, pass the op that tensor, or halves of it."""
     op = str(op_of(node))
     gate, up = (before_widening(given[name]) for name in ("gate", "up"))
     if gate.op != "placeholder" or up.op != "placeholder":
@@ -156,14 +161,19 @@ def _take_packed(node: fx.Node, given: dict[str, Any]) -> None:
         if gate_first:
             gate, up = packed, None
         else:
+            # The op takes the gate first in a packed tensor: pass two halves.
             parts = derive(node, torch.chunk, packed, 2, -1)
             up, gate = (derive(node, operator.getitem, parts, i) for i in range(2))
     node.args, node.kwargs = tuple({**given, "gate": gate, "up": up}.values()), {}
 
 
 def _packed(op: str, gate: Any, up: Any) -> tuple[Any, bool, bool]:
-    """The tensor that gate and up are parts of, whether they are interleaved in it, and whether the
-    gate is first."""
+    """Return the tensor of which gate and up are parts, whether they are interleaved in it, and
+    whether the gate is first.
+
+    Raises:
+        NotAnOp: gate and up are neither the halves nor the even and odd columns of one tensor.
+    """
     first, second = calls(gate, "slice"), calls(up, "slice")
     if first is None or second is None:
         raise NotAnOp(f"it is {op}, and of other tensors than the projections")
@@ -180,7 +190,7 @@ def _packed(op: str, gate: Any, up: Any) -> tuple[Any, bool, bool]:
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
-    """The children with parameters or buffers, which may be projections; others are not."""
+    """Return the children that may be projections: those with parameters or buffers."""
     return {
         name: child
         for name, child in module._modules.items()
@@ -205,7 +215,7 @@ def _looks_gated(module: nn.Module) -> bool:
 
 
 def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
-    """The width of the input, and of each projection's output."""
+    """Return the width of the input, and of each projection's output."""
     widths: dict[str, Any] = {name: width_of(child) for name, child in projections.items()}
     inputs = [width_of(child, "in_features") for child in projections.values()]
     if None not in (*widths.values(), *inputs):

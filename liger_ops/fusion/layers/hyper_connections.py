@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections: a module's forward becomes mhc_coeffs and mhc_pre.
 
-In transformers it is a module with the parameters fn, base and scale, which returns the layer's
-input and the weights of the streams after the layer. Those are mixed in the decoder layer's
-forward, among other things, which `fuse` does not change.
+In transformers this is a module with the parameters fn, base and scale, which returns the layer's
+input and the weights of the streams after the layer. The streams are mixed in the decoder layer's
+forward, which does other things too, and which `fuse` does not change.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ... import library
 from ...nn import MHCCoeffs
 from .. import classes, sharding
 from ..trace import ANY_SIZES
-from .installed import Called, Facts
+from .installed import ModuleFacts, OpCaller
 from .kind import Kind, obstacle, parameter_obstacle, state_obstacle
 from .module_trace import Case, Traced, names_of
-from .program import Program, Step
+from .program import Program, ProgramStep
 
-# Names of modules that a reader expects in the report.
+# Names of classes that a reader expects in the report.
 NAME = re.compile(r"HyperConnection|HyperHead|mHC|MHC")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HyperConnections(Kind):
-    """It is the same in every dtype and mode."""
+    """Hyper-connections, which are the same ops in every dtype and mode."""
 
     name = title = "hyper connection"
     rewrites = ("mhc_coeffs", "mhc_pre")
@@ -46,7 +46,7 @@ class HyperConnections(Kind):
         return bool(NAME.search(classes.class_of(module).__name__) and module._parameters)
 
     def obstacle(self, module: nn.Module) -> str | None:
-        sizes = _sizes(module)
+        sizes = _stream_sizes(module)
         if isinstance(sizes, str):
             return sizes
         if reason := obstacle(module):
@@ -55,9 +55,9 @@ class HyperConnections(Kind):
             return f"it has buffers: {', '.join(module._buffers)}"
         if not sharding.is_held_by_fsdp(module) and (reason := parameter_obstacle(module)):
             return reason
-        for name, one in module._parameters.items():
-            if one is not None and one.dtype not in FLOATS:
-                return f"{name} is {one.dtype}"
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype not in FLOATS:
+                return f"{name} is {parameter.dtype}"
         for name, child in module.named_modules():
             if child is not module and state_obstacle(child):
                 return f"{name} has parameters or buffers"
@@ -71,45 +71,49 @@ class HyperConnections(Kind):
             (half, half, True), (single, single, False),
         ):  # fmt: skip
             rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
-            shapes = {name: (*rows, *_sizes(module))}
+            shapes = {name: (*rows, *_stream_sizes(module))}
             yield Case(shapes, {name: dtype}, own, training=training)
 
-    def form_of(
+    def details_of(
         self, module: nn.Module, form: Any, traced: Traced, program: Program
     ) -> tuple[int, ...]:
-        """The number of streams, and their width."""
+        """Return the number of streams, and their width."""
         return traced.case.shapes[traced.case.first][2:]
 
     @staticmethod
-    def caller(facts: Facts, op: Step, i: int) -> Called:
-        overload, sizes = library.OPS[op.name].overload, facts.form
+    def caller(facts: ModuleFacts, op: ProgramStep, i: int) -> OpCaller:
+        overload, sizes = library.OPS[op.name].overload, facts.details
         if op.name == "mhc_pre":
             return overload
 
         def coefficients(x: Tensor, *rest: Any) -> Any:
-            return overload(x, *rest) if _is_usual(x, sizes, *rest[:5]) else None
+            return overload(x, *rest) if _computes_the_same(x, sizes, *rest[:5]) else None
 
         return coefficients
 
 
-def _is_usual(x: Tensor, sizes: tuple[int, ...], phi: Tensor, *others: Tensor) -> bool:
-    """Whether the op computes what the code does, in the same dtypes.
+def _computes_the_same(x: Tensor, sizes: tuple[int, ...], phi: Tensor, *others: Tensor) -> bool:
+    """Return whether the op computes what the code does, in the same dtypes.
 
     The code computes float64 in float32, and the op does not. Under autocast the code returns the
     dtype of its parameters, and the op float32.
     """
     if x.dim() != 4 or tuple(x.shape[2:]) != sizes:
         return False
-    if any(one.dtype not in FLOATS for one in (x, phi, *others)):
+    if any(tensor.dtype not in FLOATS for tensor in (x, phi, *others)):
         return False
-    wide = all(one.dtype is torch.float32 for one in others)
+    wide = all(tensor.dtype is torch.float32 for tensor in others)
     return wide or not torch.is_autocast_enabled(x.device.type)
 
 
-def _sizes(module: nn.Module) -> tuple[int, int] | str:
-    """The number of streams and their width, by the sizes of the parameters, or why they are not
-    those of a connection."""
-    shapes = {n: tuple(one.shape) for n, one in module._parameters.items() if one is not None}
+def _stream_sizes(module: nn.Module) -> tuple[int, int] | str:
+    """Return the number of streams and their width, from the sizes of the parameters, or the reason
+    that these are not those of a connection."""
+    shapes = {
+        n: tuple(parameter.shape)
+        for n, parameter in module._parameters.items()
+        if parameter is not None
+    }
     if len(shapes) == 3:
         scale, base, fn = sorted(shapes.values(), key=math.prod)
         if len(fn) == 2 and scale == (3,) and base == fn[:1]:

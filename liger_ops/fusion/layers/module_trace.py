@@ -1,4 +1,4 @@
-"""Trace a module with its parameters and the results of its children as inputs."""
+"""Trace a module, with its parameters and the results of its children as inputs of the graph."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from torch.utils import _pytree as pytree
 
 from ...torch_private import DataDependentOutputException
 from .. import classes
-from ..asked import is_own, watched
+from ..asked import is_library_code, watched
 from ..assumptions import Reads
 from ..probing import MODULE_STATE, NotAnOp, dtype_name, first_line, own_attributes
 from ..sharding import shape_of
 from ..trace import Trace
 
-# A child's name, and its arguments, of nodes and constants.
+# A child's name, and the arguments of its call: nodes and constants.
 ChildCall = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 PARAMETER = "self."
-# In a node's meta: the call of a child that computes it, by its name in `Traced.calls`, and its
-# place in the tuple that the child returns, None if the child returns others.
+# Key in a node's meta for a pair: the call of a child that computes the node, by its name in
+# `Traced.calls`, and the node's index in the tuple that the child returns, None if it is no result.
 OF_CHILD = "liger_ops.of_child"
 
 
 class FailsInTrace(NotAnOp):
-    """The code does not accept such arguments."""
+    """The code raised an exception in a trace: it does not accept such arguments."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a module is called in a trace.
+    """The arguments and modes with which a module is called in a trace.
 
-    shapes, dtypes: those of the arguments that it is given, by name.
-    parameters: the dtype of all parameters.
-    columns: the size of the last dimension of what a child returns, or its whole shape, by its
-        name. Any other child returns the shape and dtype that it is given.
-    results: the dtype of what the children in `columns` return, None for that of what they are
-        given.
-    constants: arguments that are no tensors, by name.
-    tolerates: the refusals of the case that do not mean that a module is left.
+    Attributes:
+        shapes, dtypes: those of the tensor arguments, by name.
+        parameters: the dtype of all parameters.
+        columns: the size of the last dimension of a child's result, or its whole shape, by the
+            child's name. Any other child returns the shape and dtype that it is given.
+        results: the dtype of the results of the children in `columns`, or None for the dtype that
+            they are given.
+        training: whether the module is in training mode.
+        constants: the arguments that are not tensors, by name.
+        tolerates: the exceptions in this case after which the module is not left: its own code
+            runs in such calls.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -75,19 +78,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of a case, whose results are the leaves of the module's result, of the form of a
-    pytree, and the tensors that children are given.
+    """The graph of a case.
 
-    `arguments` are the names of the method's. A placeholder is an argument, a parameter, whose name
-    is its path after PARAMETER, or the result of a child, by whose name its call is in `calls`. So
-    are the calls of children whose code is in the graph.
+    A placeholder of the graph is an argument; a parameter, named by PARAMETER and its path; or the
+    result of a child's call, named by the call's key in `calls`. The graph returns the leaves of
+    the module's result, and the tensors that children are given.
+
+    Attributes:
+        arguments: the names of the method's arguments.
+        result: the value that the method returned, with tensors without data.
+        structure: the pytree structure of the result.
+        calls: the calls of children, by key, also of those whose code is in the graph.
     """
 
     case: Case
     arguments: tuple[str, ...]
     result: Any
     graph: fx.GraphModule
-    form: Any
+    structure: Any
     calls: Mapping[str, ChildCall]
 
     @property
@@ -96,9 +104,14 @@ class Traced:
         return output
 
     def called(self) -> dict[str, ChildCall]:
-        """The calls of children, of nodes of the graph, also after it was rewritten."""
-        given = [x for x in pytree.tree_leaves(list(self.calls.values())) if isinstance(x, Tensor)]
-        nodes = dict(zip(map(id, given), self.output.args[0][1], strict=True))  # type: ignore[index,arg-type]
+        """Return the calls of children, with the graph's nodes for tensors.
+
+        The nodes are taken from the graph's output, because rewrites may have replaced others.
+        """
+        tensors = [
+            x for x in pytree.tree_leaves(list(self.calls.values())) if isinstance(x, Tensor)
+        ]
+        nodes = dict(zip(map(id, tensors), self.output.args[0][1], strict=True))  # type: ignore[index,arg-type]
         found: dict[str, ChildCall] = pytree.tree_map(
             lambda x: nodes.get(id(x), x), dict(self.calls)
         )
@@ -108,8 +121,8 @@ class Traced:
 class ModuleTrace:
     """Traces of a copy of a module, in which the children `called` are stand-ins.
 
-    Other children are copied, and their code is traced with the module's; the calls of those in
-    `kept` are noted.
+    Other children are copied, and their code is traced as part of the module's. The calls of those
+    in `kept` are recorded too.
     """
 
     def __init__(
@@ -120,7 +133,7 @@ class ModuleTrace:
         self.method = method
         self.copy = object.__new__(classes.class_of(module))
         # Parameters are replaced in each trace, and are not copied.
-        memo: dict[int, Any] = {id(one): one for one in module.parameters()}
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
         try:
             attributes = {
                 name: copy.deepcopy(value, memo) if type(value) in (list, dict, set) else value
@@ -136,10 +149,10 @@ class ModuleTrace:
         self.children = {**dict.fromkeys(module._modules), **children}
         vars(self.copy).update(vars(module), **attributes)
         self.shapes = {
-            ".".join((*path.split("."), name)).lstrip("."): shape_of(one)
+            ".".join((*path.split("."), name)).lstrip("."): shape_of(parameter)
             for path, child in [("", module), *((n, c) for n, c in children.items() if c)]
-            for name, one in child._parameters.items()
-            if one is not None
+            for name, parameter in child._parameters.items()
+            if parameter is not None
         }
         self.called = called
         self.arguments = names_of(getattr(module, method))
@@ -148,37 +161,41 @@ class ModuleTrace:
         """Trace one call.
 
         Raises:
-            NotAnOp: the code does more than compute a result of its arguments.
-            FailsInTrace: it raises an exception.
+            NotAnOp: the code does more than compute a result from its arguments.
+            FailsInTrace: the code raises an exception.
         """
         trace = Trace()
         calls: dict[str, ChildCall] = {}
-        for name, one in case.constants.items():
-            trace.graph.placeholder(name).meta["example_value"] = one
-        given = {
+        for name, value in case.constants.items():
+            trace.graph.placeholder(name).meta["example_value"] = value
+        arguments = {
             name: trace.input(name, shape, case.dtypes[name]) for name, shape in case.shapes.items()
         }
         parameters = {
             path: trace.input(PARAMETER + path, tuple(shape), case.parameters)
             for path, shape in self.shapes.items()
         }
-        self._set(parameters)
+        self._set_parameters(parameters)
         stand_ins = {name: StandIn(name, case, trace, calls) for name in self.called}
         vars(self.copy)["_modules"] = {**self.children, **stand_ins}
         before = own_attributes(self.copy.train(case.training))
         asked: list[Any] = []
 
-        def is_stand_in(one: Any) -> bool:
-            return isinstance(one, Tensor) or one is self.copy or one in stand_ins.values()
+        def is_stand_in(value: Any) -> bool:
+            return isinstance(value, Tensor) or value is self.copy or value in stand_ins.values()
 
         try:
             with self.reads.of(self.copy), trace.running(), watched(is_stand_in, asked):
                 for name in self.kept:
-                    self._note(name, trace, calls)
+                    self._record_calls(name, trace, calls)
                 # The method is called directly, because a call of the module would run its hooks.
                 method = getattr(self.copy, self.method)
-                is_whole = len(given) == len(self.arguments)
-                result = method(*given.values()) if is_whole else method(**given, **case.constants)
+                is_whole = len(arguments) == len(self.arguments)
+                result = (
+                    method(*arguments.values())
+                    if is_whole
+                    else method(**arguments, **case.constants)
+                )
         except NotAnOp:
             raise
         except Exception as error:
@@ -191,42 +208,42 @@ class ModuleTrace:
             raise NotAnOp(f"it asks for the class of {what}")
         if list(map(id, before.values())) != list(map(id, own_attributes(self.copy).values())):
             raise NotAnOp("its forward changes its attributes")
-        leaves, form = pytree.tree_flatten(result)
+        leaves, structure = pytree.tree_flatten(result)
         asked = [x for x in pytree.tree_leaves(list(calls.values())) if isinstance(x, Tensor)]
         graph = trace.module((leaves, asked))
-        return Traced(case, self.arguments, result, graph, form, calls)
+        return Traced(case, self.arguments, result, graph, structure, calls)
 
-    def _note(self, name: str, trace: Trace, calls: dict[str, ChildCall]) -> None:
-        """Have a child whose code is traced note its calls, in the nodes that it makes too."""
+    def _record_calls(self, name: str, trace: Trace, calls: dict[str, ChildCall]) -> None:
+        """Make a child whose code is traced record its calls, and mark the nodes of its code."""
         child: Any = self.children[name]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             start = len(trace.graph.nodes)
             result = type(child).forward(child, *args, **kwargs)
-            made, key = list(trace.graph.nodes)[start:], f"{name}.{len(calls)}"
+            new_nodes, key = list(trace.graph.nodes)[start:], f"{name}.{len(calls)}"
             calls[key] = (name, args, kwargs)
-            for node in made:
+            for node in new_nodes:
                 node.meta[OF_CHILD] = key, None
             for i, node in enumerate(map(trace.node, result)):
-                if type(result) is not tuple or node not in made:
+                if type(result) is not tuple or node not in new_nodes:
                     raise NotAnOp(f"{name} returns more than a tuple of tensors that it computes")
                 node.meta[OF_CHILD] = key, i
             return result
 
         vars(child)["forward"] = forward
 
-    def _set(self, parameters: Mapping[str, Tensor]) -> None:
+    def _set_parameters(self, parameters: Mapping[str, Tensor]) -> None:
         for path in {path.rpartition(".")[0] for path in parameters}:
             module = self.children[path] if path else self.copy
-            own = {
+            values = {
                 name: parameters.get(f"{path}.{name}" if path else name)
                 for name in vars(module)["_parameters"]
             }
-            vars(module)["_parameters"] = own
+            vars(module)["_parameters"] = values
 
 
 class StandIn(nn.Module):
-    """Stands for a child: returns a tensor without data, and records its arguments."""
+    """A stand-in for a child, which records its arguments and returns a tensor without data."""
 
     def __init__(self, name: str, case: Case, trace: Trace, calls: dict[str, ChildCall]) -> None:
         super().__init__()
@@ -234,12 +251,12 @@ class StandIn(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        if is_own(sys._getframe(1)):
+        if is_library_code(sys._getframe(1)):
             return StandIn
         raise NotAnOp(f"it asks for the class of its {self.name}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in MODULE_STATE or is_own(sys._getframe(1)):
+        if name in MODULE_STATE or is_library_code(sys._getframe(1)):
             raise AttributeError(name)
         raise NotAnOp(f"it reads {name} of its {self.name}")
 
@@ -249,7 +266,9 @@ class StandIn(nn.Module):
         return super().named_modules(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [
+            value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)
+        ]
         if not tensors:
             raise NotAnOp(f"{self.name} is given no tensor")
         shape, dtype = tuple(tensors[0].shape), tensors[0].dtype
@@ -263,7 +282,7 @@ class StandIn(nn.Module):
 
 
 def names_of(method: Any) -> tuple[str, ...]:
-    """The names of a method's arguments, but for *args and **kwargs."""
+    """Return the names of a method's arguments, except for *args and **kwargs."""
     parameters = inspect.signature(method).parameters.values()
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(one.name for one in parameters if one.kind not in rest)
+    return tuple(parameter.name for parameter in parameters if parameter.kind not in rest)

@@ -1,4 +1,4 @@
-"""Norms: their forward becomes one op."""
+"""Norms: the forward of a norm becomes one op."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ..planning import Plan
 from ..probing import NotAnOp, dtype_name, own_attributes
 from ..trace import ANY_SIZES
 from . import modulated_norms
-from .installed import Called, Facts
+from .installed import ModuleFacts, OpCaller
 from .kind import Kind, argument_obstacle, obstacle, parameter_obstacle
 from .module_trace import Case, FailsInTrace, Traced, names_of
-from .program import MODE, Parameter, Program, Step, Value
+from .program import MODE, Parameter, Program, ProgramStep, Value
 
 FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, GatedRMSNorm, LayerNorm, GroupNorm)
 
 PARAMETERS = ("weight", "bias")
 
-# Widths for modules without parameters. A norm over rows of both widths has no width of its own.
+# Widths to try for modules without parameters. A norm of both widths takes any width.
 ANY_WIDTHS = (40, 56)
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How a norm is called: with channels last, or second. width is the size of that dimension."""
+class _NormLayout:
+    """A layout of a norm's input: channels last, or second. width is the number of channels."""
 
     width: int
     channels_last: bool
@@ -49,15 +49,15 @@ class _Form:
 
 
 class Norms(Kind):
-    """The parameters, at most a weight and a bias, are one-dimensional and of one size. It is the
-    same op for inputs of two, three and four dimensions."""
+    """Norms with at most a weight and a bias, of one dimension and one size. A norm is the same op
+    for inputs of two, three and four dimensions."""
 
     name = title = "norm"
     rewrites = ("rms_norm", "layer_norm", "group_norm")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.told: Collection[str] = ()
+        self.reported: Collection[str] = ()
         self.whole = sharding.whole_parameters(model)
         dtypes = {parameter.dtype for parameter in (*model.parameters(), *self.whole.values())}
         self.dtypes = [
@@ -66,11 +66,11 @@ class Norms(Kind):
 
     @classmethod
     def plan(cls, model: nn.Module) -> Plan:
-        """What is to be replaced in a model, also in modules that modulate norms."""
+        """Plan the changes of a model, those of modules that modulate norms included."""
         norms = cls(model)
         modulates = modulated_norms.ModulatedNorms(model, norms.width)
         modulated = Plan(modulates.title, model, modulates.look)
-        norms.told = {finding.where for finding in modulated.findings}
+        norms.reported = {finding.where for finding in modulated.findings}
         plan = Plan(cls.title, model, norms.look)
         plan.findings += modulated.findings
         plan.changes += modulated.changes
@@ -79,7 +79,7 @@ class Norms(Kind):
     def is_fused(self, name: str, module: nn.Module) -> bool:
         fused = isinstance(module, FUSED_CLASSES) or super().is_fused(name, module)
         modulates = modulated_norms.ModulatedNorms.name in classes.overrides(module)
-        return fused or modulates or name in self.told or "parametrizations" in name.split(".")
+        return fused or modulates or name in self.reported or "parametrizations" in name.split(".")
 
     def is_expected(self, name: str, module: nn.Module) -> bool:
         class_name = classes.class_of(module).__name__
@@ -90,7 +90,7 @@ class Norms(Kind):
         has_weight = "Norm" in class_name and "weight" in module._parameters
         return (named and (is_leaf or parametrize.is_parametrized(module))) or has_weight
 
-    def of_forward(self, module: nn.Module) -> nn.Module:
+    def with_forward_parameters(self, module: nn.Module) -> nn.Module:
         if sharding.is_managed(module):
             return sharding.with_whole_parameters(module, self.whole)
         return module
@@ -107,28 +107,34 @@ class Norms(Kind):
             return f"it has other parameters than weight and bias: {', '.join(unknown)}"
         if reason := parameter_obstacle(module):
             return reason
-        own = {name: one for name, one in module._parameters.items() if one is not None}
-        for name, one in own.items():
-            if not one.is_floating_point():
-                return f"{name} is {one.dtype}"
-        shapes = {tuple(one.shape) for one in own.values()}
+        parameters = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                return f"{name} is {parameter.dtype}"
+        shapes = {tuple(parameter.shape) for parameter in parameters.values()}
         if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             return f"its parameters have shapes {sorted(shapes)}, not one size"
-        return argument_obstacle(module, _are_of_a_norm)
+        return argument_obstacle(module, _takes_norm_arguments)
 
-    def names(self, module: nn.Module) -> Collection[str]:
+    def rewrites_of(self, module: nn.Module) -> Collection[str]:
         is_gated = len(inspect.signature(module.forward).parameters) == 2
         return ("gated_rms_norm",) if is_gated else self.rewrites
 
-    def forms(self, module: nn.Module) -> Iterator[_Form]:
-        own = [one.numel() for one in module._parameters.values() if one is not None]
-        sizes = _sizes(module)
+    def forms(self, module: nn.Module) -> Iterator[_NormLayout]:
+        own = [
+            parameter.numel() for parameter in module._parameters.values() if parameter is not None
+        ]
+        sizes = _possible_widths(module)
         for width in own[:1] or (ANY_WIDTHS[0], *sizes):
-            yield _Form(width, True)
+            yield _NormLayout(width, True)
         for width in own[:1] or sorted(sizes, reverse=True):
-            yield _Form(width, False)
+            yield _NormLayout(width, False)
 
-    def cases(self, module: nn.Module, form: _Form) -> Iterator[Case]:
+    def cases(self, module: nn.Module, form: _NormLayout) -> Iterator[Case]:
         names = names_of(module.forward)
 
         def case(dims: int, dtype: torch.dtype, own: torch.dtype | None = None, **how: Any) -> Case:
@@ -140,19 +146,19 @@ class Norms(Kind):
         yield case(4, torch.float16)
         yield case(3, torch.float32)
         own = {one.dtype for one in module._parameters.values() if one is not None}
-        if _is_any(module, form):
+        if _fits_any_width(module, form):
             form = replace(form, width=ANY_WIDTHS[1])
             yield case(3, torch.bfloat16)
         for dtype in own:
             for other in self.dtypes:
                 if other is not dtype:
-                    # If the module fails, these dtypes cannot occur in the model.
+                    # If the module fails, these dtypes do not occur together in the model.
                     yield case(3, other, dtype, tolerates=FailsInTrace)
         for training in (True, False):
-            # In float64 much code rounds to float32, and is no op.
+            # Much code casts float64 to float32 too, and is then not the op in float64.
             yield case(3, torch.float64, training=training, tolerates=NotAnOp)
 
-    def again(self, program: Program) -> Collection[str]:
+    def rewrites_to_compare(self, program: Program) -> Collection[str]:
         return (program.ops[0].name,)
 
     def check(self, traced: Traced) -> None:
@@ -166,43 +172,48 @@ class Norms(Kind):
                 f" parameters of {dtype_name(case.parameters)}; the ops keep the input's dtype"
             )
 
-    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
-        report = super().rewritten(traced, names)
+    def rewrite_graph(self, traced: Traced, names: Collection[str]) -> Report:
+        report = super().rewrite_graph(traced, names)
         for node, given in bound(traced.graph.graph.nodes):
             if given.get(MODE, "gemma") == "gemma":
-                # The op multiplies by them in float32 anyhow.
+                # A cast of the parameters to float32 is part of the op.
                 given |= {one: before_widening(given[one]) for one in PARAMETERS if one in given}
             if given.get(MODE) == "gemma" and given["weight"] is None:
-                # Without a weight to multiply by the two modes are equal.
+                # Without a weight the two modes are equal; choose one, so that programs compare.
                 given[MODE] = "llama"
             node.args, node.kwargs = tuple(given.values()), {}
         return report
 
-    def form_of(
-        self, module: nn.Module, form: _Form, traced: Traced, program: Program
+    def details_of(
+        self, module: nn.Module, form: _NormLayout, traced: Traced, program: Program
     ) -> tuple[int | None, int]:
-        """The width, None for a module without parameters that takes any, and its dimension."""
+        """Return the width (None for a module without parameters that takes any), and the
+        dimension that has it."""
         op = program.ops[0].name
         if (op != "group_norm") is not form.channels_last:
             raise NotAnOp(f"it is {op} of inputs of another layout")
-        return None if _is_any(module, form) else form.width, -1 if form.channels_last else 1
+        return None if _fits_any_width(
+            module, form
+        ) else form.width, -1 if form.channels_last else 1
 
-    def install(self, module: nn.Module, facts: Facts) -> None:
+    def install(self, module: nn.Module, facts: ModuleFacts) -> None:
         super().install(module, facts)
         style = tensor_parallel.style_of(module)
         if style is not None:
             tensor_parallel.call_class(module, style)
 
     @staticmethod
-    def caller(facts: Facts, op: Step, i: int) -> Called:
+    def caller(facts: ModuleFacts, op: ProgramStep, i: int) -> OpCaller:
         overload, dtypes = library.OPS[op.name].overload, facts.assumptions.dtypes
-        width, dim = facts.form
-        tensors = [j for j, one in enumerate(op.args[1:]) if isinstance(one, (Value, Parameter))]
+        width, dim = facts.details
+        tensors = [
+            j for j, argument in enumerate(op.args[1:]) if isinstance(argument, (Value, Parameter))
+        ]
 
         def norm(x: Any, *others: Any) -> Any:
             if width is not None and x.shape[dim] != width:
                 return None
-            # The op's rule for autocast says what it casts.
+            # Under autocast the op's own rule casts its arguments, whatever their dtypes.
             if not torch.is_autocast_enabled(x.device.type):
                 for j in tensors:
                     if (x.dtype, others[j].dtype) not in dtypes:
@@ -212,7 +223,11 @@ class Norms(Kind):
         return norm
 
     def width(self, module: nn.Module) -> int | None:
-        """The width of an rms_norm or layer_norm, None for any."""
+        """Return the width of an rms_norm or layer_norm, or None if it takes any width.
+
+        Raises:
+            NotAnOp: the module is neither.
+        """
         if isinstance(module, (RMSNorm, LayerNorm)):
             width: Any = module.hidden_size
             return None if width is None else int(width)
@@ -220,24 +235,26 @@ class Norms(Kind):
         op = facts.program.ops[0].name
         if op not in ("rms_norm", "layer_norm"):
             raise NotAnOp(f"it is {op}")
-        found: int | None = facts.form[0]
+        found: int | None = facts.details[0]
         return found
 
 
-def _is_any(module: nn.Module, form: _Form) -> bool:
-    """Whether the width of a form stands for any."""
-    has_own = any(one is not None for one in module._parameters.values())
-    return not has_own and form == _Form(ANY_WIDTHS[0], True)
+def _fits_any_width(module: nn.Module, form: _NormLayout) -> bool:
+    """Return whether a form is the one that stands for any width."""
+    has_own = any(parameter is not None for parameter in module._parameters.values())
+    return not has_own and form == _NormLayout(ANY_WIDTHS[0], True)
 
 
-def _are_of_a_norm(given: list[inspect.Parameter]) -> bool:
+def _takes_norm_arguments(parameters: list[inspect.Parameter]) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    is_gated = [one.name for one in given[1:]] == ["gate"]
-    return (len(given) == 1 or is_gated) and all(one.kind in kinds for one in given)
+    is_gated = [parameter.name for parameter in parameters[1:]] == ["gate"]
+    return (len(parameters) == 1 or is_gated) and all(
+        parameter.kind in kinds for parameter in parameters
+    )
 
 
-def _sizes(module: nn.Module) -> list[int]:
-    """Possible widths among the attributes of a module: ints, and tuples of one int."""
+def _possible_widths(module: nn.Module) -> list[int]:
+    """Return the possible widths among a module's attributes: ints, and tuples of one int."""
     found: dict[int, None] = {}
     for value in own_attributes(module).values():
         if isinstance(value, (tuple, list)) and len(value) == 1:

@@ -1,4 +1,4 @@
-"""What a module computes, as calls of its children, of PyTorch and of ops: written from a graph."""
+"""Programs: the code of a module as calls of children, ops and PyTorch, written from its graph."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ...rewrites.engine.recognise import bound, definition_of, op_of
 from ..probing import NotAnOp
 from .module_trace import OF_CHILD, PARAMETER, Traced
 
-# What a step calls, and the functions that have other names in torch.
+# Kinds of steps, and the names of the steps that are not functions of torch: casts and indices.
 OP, CHILD, FUNCTION = "op", "child", "function"
 TUPLE = "child that returns a tuple"
 CAST, INDEX = "cast", "getitem"
 MODE = "casting_mode"
-# Names of arguments that are the same for the function and the method.
-NAMED = {"dim", "chunks", "inplace"}
+# Keyword arguments that a function of torch and the method of the same name share.
+SHARED_KEYWORDS = {"dim", "chunks", "inplace"}
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 NO_CASTS: Mapping[torch.dtype, int] = {}
@@ -35,22 +35,24 @@ NO_CASTS: Mapping[torch.dtype, int] = {}
 
 @dataclass(frozen=True)
 class Value:
-    """The value of an argument or, after these, of a step."""
+    """The value of an argument or of a step, by index: steps are numbered after the arguments."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the module, or of the child `holder`."""
+    """A parameter, by the name of the child that holds it ("" for the module) and its own name."""
 
     path: tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Step:
-    """A call of an op, with all its arguments, of a child or of a function, by its name. The last
-    of `args` are given by the names in `keywords`."""
+class ProgramStep:
+    """A call of an op, of a child or of a function, by its name.
+
+    The last of `args` are passed by the names in `keywords`. An op has all its arguments in `args`.
+    """
 
     kind: str
     name: str
@@ -59,46 +61,51 @@ class Step:
 
     def __str__(self) -> str:
         if self.kind == OP:
-            given = [f"{name}={one!r}" for name, one in self.options().items()]
+            constants = [f"{name}={value!r}" for name, value in self.options().items()]
         else:
-            given = [repr(one) for one in self.args if isinstance(one, CONSTANTS)]
+            constants = [repr(value) for value in self.args if isinstance(value, CONSTANTS)]
         name = self.name.removesuffix("_forward")
-        return f"{name}({', '.join(given)})" if given else name
+        return f"{name}({', '.join(constants)})" if constants else name
 
     def options(self) -> dict[str, Any]:
-        """The arguments of an op that are no tensors."""
+        """Return the arguments of an op that are not tensors, by name."""
         parameters = inspect.signature(definition_of(self.name)).parameters.values()
         return {
-            one.name: given
-            for one, given in zip(parameters, self.args, strict=True)
-            if "Tensor" not in str(one.annotation)
+            parameter.name: value
+            for parameter, value in zip(parameters, self.args, strict=True)
+            if "Tensor" not in str(parameter.annotation)
         }
 
 
 @dataclass(frozen=True)
 class Program:
-    """Steps, of the arguments that they use, and the values that are returned."""
+    """The steps of a method, and the values that it returns.
+
+    `used` are the names of the arguments that the steps use.
+    """
 
     arguments: tuple[str, ...]
     used: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     returned: Value | tuple[Value, ...]
 
     @property
-    def ops(self) -> list[Step]:
+    def ops(self) -> list[ProgramStep]:
         return [step for step in self.steps if step.kind == OP]
 
     def __str__(self) -> str:
-        said = (step for step in self.steps if step.kind == OP or step.name == "mul")
-        return " and ".join(map(str, said))
+        shown = (step for step in self.steps if step.kind == OP or step.name == "mul")
+        return " and ".join(map(str, shown))
 
     def rounding_as(self, other: Program) -> Program:
-        """The program with the casting modes of another. In float32 and float64, where nothing is
-        rounded in between, all modes are equal."""
+        """Return the program with the casting modes of another one.
+
+        In float32 and float64 nothing is rounded in between, so that a trace fits every mode.
+        """
         modes = [op.options().get(MODE) for op in other.ops]
         steps = list(self.steps)
         for i, mode in zip(
-            (i for i, one in enumerate(steps) if one.kind == OP), modes, strict=False
+            (i for i, step in enumerate(steps) if step.kind == OP), modes, strict=False
         ):
             names = list(inspect.signature(definition_of(steps[i].name)).parameters)
             if mode is not None and MODE in names:
@@ -107,23 +114,26 @@ class Program:
         return replace(self, steps=tuple(steps))
 
 
-def written(
+def write_program(
     traced: Traced, ops: Collection[str], functions: Collection[str],
     dropped: Collection[torch.dtype] = (), kept: Mapping[torch.dtype, int] = NO_CASTS,
 ) -> Program:  # fmt: skip
-    """The program of a graph.
+    """Return the program of a traced graph.
 
-    ops, functions: which ops, and functions of torch, it may contain, by their names. dropped: the
-    dtypes to which casts are no steps. kept: those to which they are, each with the index of the
-    argument whose dtype it is. Other casts are refused.
+    Args:
+        traced: a trace, after rewrites.
+        ops, functions: the names of the ops, and of the functions of torch, that it may contain.
+        dropped: the dtypes to which a cast is left out, if `is_dropped_cast`.
+        kept: the dtypes to which a cast is a step, each with the index of the argument that has
+            this dtype in a call. Other casts are refused.
 
     Raises:
-        NotAnOp: it computes something else; the text gives the reason.
+        NotAnOp: the graph contains something else; the text gives the reason.
     """
-    return _Writer(traced, ops, functions, dropped, kept).program()
+    return _ProgramWriter(traced, ops, functions, dropped, kept).program()
 
 
-class _Writer:
+class _ProgramWriter:
     def __init__(
         self, traced: Traced, ops: Collection[str], functions: Collection[str],
         dropped: Collection[torch.dtype], kept: Mapping[torch.dtype, int],
@@ -133,7 +143,7 @@ class _Writer:
         self.calls = traced.called()
         self.values: dict[fx.Node, Any] = {}
         self.results: dict[str, Value] = {}
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
 
     def program(self) -> Program:
         output = self.traced.output
@@ -144,29 +154,36 @@ class _Writer:
                 continue
             is_call = node.op == "placeholder" and node.target in self.calls
             if node is output or (node not in needed and not is_call):
-                check_unused(node)
+                _check_unused(node)
                 continue
             self.values[node] = self.value_of(node)
         leaves = [self.argument(one) for one in output.args[0][0]]  # type: ignore[index,union-attr]
-        returned = pytree.tree_unflatten(leaves, self.traced.form)
+        returned = pytree.tree_unflatten(leaves, self.traced.structure)
         used = {self.values.get(node) for node in needed}
         names = tuple(name for i, name in enumerate(self.arguments) if Value(i) in used)
         return Program(self.arguments, names, tuple(self.steps), returned)
 
-    def result_of_child(self, node: fx.Node, key: str, place: int | None) -> None:
-        """Write the call of a child at the first node of its code, and its results."""
+    def result_of_child(self, node: fx.Node, key: str, index: int | None) -> None:
+        """Write the call of a child at the first node of its code, and an index step for a result.
+
+        index: that of the node in the tuple that the child returns, None if it is no result.
+        """
         if key not in self.results:
             name, args, kwargs = self.calls[key]
-            given = (*args, *kwargs.values())
-            self.results[key] = self.step(TUPLE, name, given, tuple(kwargs))
-        if place is not None:
-            self.values[node] = self.step(FUNCTION, INDEX, (self.results[key], place))
+            arguments = (*args, *kwargs.values())
+            self.results[key] = self.step(TUPLE, name, arguments, tuple(kwargs))
+        if index is not None:
+            self.values[node] = self.step(FUNCTION, INDEX, (self.results[key], index))
 
     def value_of(self, node: fx.Node) -> Value | Parameter:
-        """The value of a node, for which a step is written if it is neither an input nor the same
-        as another's."""
+        """Return the value of a node. A step is written for it, unless it is an input or equal to
+        the value of another node.
+
+        Raises:
+            NotAnOp: the node is none of the ops, functions and casts of the program.
+        """
         if node.op == "placeholder":
-            return self.given(str(node.target))
+            return self.input_value(str(node.target))
         name = op_of(node)
         if name is not None and name in self.ops:
             ((_, given),) = bound([node])
@@ -184,23 +201,27 @@ class _Writer:
         if call is not None and call.op == "view" and "reshape" in self.functions:
             return self.step(FUNCTION, "reshape", call.args)
         if call is not None and call.op == "mul" and "mul" in self.functions:
-            # Of a tensor and a number.
-            source, factor = sorted(call.args, key=lambda one: not isinstance(one, fx.Node))
+            # A number in the model's code may be the left factor.
+            source, factor = sorted(call.args, key=lambda operand: not isinstance(operand, fx.Node))
             if isinstance(factor, (int, float)):
                 return self.step(FUNCTION, "mul", (source, factor))
-        elif function is not None and function in self.functions and not node.kwargs.keys() - NAMED:
+        elif (
+            function is not None
+            and function in self.functions
+            and not node.kwargs.keys() - SHARED_KEYWORDS
+        ):
             if node.kwargs.get("inplace"):
                 raise NotAnOp("it writes in place")
             keywords = tuple(node.kwargs)
             return self.step(FUNCTION, function, (*node.args, *node.kwargs.values()), keywords)
-        raise NotAnOp(f"it computes {function or name or node.name} beside {self.beside()}")
+        raise NotAnOp(f"it computes {function or name or node.name} beside {self.op_names()}")
 
-    def beside(self) -> str:
+    def op_names(self) -> str:
         ops = (str(op_of(node)) for node in self.traced.graph.graph.nodes)
-        found = dict.fromkeys(op.removesuffix("_forward") for op in ops if op in self.ops)
-        return " and ".join(found)
+        names = dict.fromkeys(op.removesuffix("_forward") for op in ops if op in self.ops)
+        return " and ".join(names)
 
-    def given(self, target: str) -> Value | Parameter:
+    def input_value(self, target: str) -> Value | Parameter:
         if target in self.arguments:
             return Value(self.arguments.index(target))
         if target.startswith(PARAMETER):
@@ -212,37 +233,38 @@ class _Writer:
         raise NotAnOp(f"it reads a tensor that is not among its arguments: {target}")
 
     def cast(self, source: Any, dtype: Any) -> Value | Parameter:
-        if dtype in self.dropped and is_no_step(source, dtype, self.traced.case.dtype):
+        if dtype in self.dropped and is_dropped_cast(source, dtype, self.traced.case.dtype):
             return self.argument(source)
         if dtype not in self.kept:
-            raise NotAnOp(f"it casts to {dtype} beside {self.beside()}")
+            raise NotAnOp(f"it casts to {dtype} beside {self.op_names()}")
         return self.step(FUNCTION, CAST, (source, Value(self.kept[dtype])))
 
     def step(
         self, kind: str, name: str, args: tuple[Any, ...], keywords: tuple[str, ...] = ()
     ) -> Value:
-        step = Step(kind, name, tuple(map(self.argument, args)), keywords)
+        step = ProgramStep(kind, name, tuple(map(self.argument, args)), keywords)
         self.steps.append(step)
         return Value(len(self.arguments) + len(self.steps) - 1)
 
-    def argument(self, one: Any) -> Any:
-        if isinstance(one, fx.Node):
-            if one not in self.values:
-                raise NotAnOp(f"it computes {one} in a way that is not known")
-            return self.values[one]
-        is_shape = type(one) is tuple and all(type(size) is int for size in one)
-        if not is_shape and not isinstance(one, (Value, *CONSTANTS)):
-            raise NotAnOp(f"it passes on a {type(one).__name__}")
-        return one
+    def argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value not in self.values:
+                raise NotAnOp(f"it computes {value} in a way that is not known")
+            return self.values[value]
+        is_shape = type(value) is tuple and all(type(size) is int for size in value)
+        if not is_shape and not isinstance(value, (Value, *CONSTANTS)):
+            raise NotAnOp(f"it passes on a {type(value).__name__}")
+        return value
 
 
-def is_no_step(source: Any, dtype: torch.dtype, of_input: torch.dtype) -> bool:
-    """Whether a cast changes no value, or rounds to the dtype of the input, as the op does."""
-    before = dtype_of(source)
-    return dtype is of_input or (before is not None and represents(dtype, before))
+def is_dropped_cast(source: Any, dtype: torch.dtype, of_input: torch.dtype) -> bool:
+    """Return whether a cast needs no step: it changes no value, or rounds to the dtype of the
+    input, as the op does."""
+    source_dtype = dtype_of(source)
+    return dtype is of_input or (source_dtype is not None and represents(dtype, source_dtype))
 
 
-def check_unused(node: fx.Node) -> None:
+def _check_unused(node: fx.Node) -> None:
     """Raise NotAnOp for a node that no result needs, unless it is a view or a cast."""
     call = canonical(node)
     is_view = node.target is operator.getitem or (
@@ -253,8 +275,8 @@ def check_unused(node: fx.Node) -> None:
 
 
 def _index(index: Any) -> tuple[Any, ...]:
-    """The parts of an index, where ":" stands for a whole dimension."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(part is None or part == slice(None) or type(part) is int for part in parts):
+    """Return the items of an index, with ":" for a whole dimension."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item == slice(None) or type(item) is int for item in items):
         raise NotAnOp(f"it takes the item {index}")
-    return tuple(":" if isinstance(part, slice) else part for part in parts)
+    return tuple(":" if isinstance(item, slice) else item for item in items)

@@ -1,4 +1,4 @@
-"""Copies of functions that see other values under some global names."""
+"""Copy functions so that some of their global names have other values."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from typing import Any
 import torch
 
 
-class Names:
-    """Global names of a file and the values that they have now."""
+class GlobalValues:
+    """Global names of a file and the values that they had at this object's creation."""
 
     def __init__(self, scope: dict[str, Any], names: Iterable[str]) -> None:
-        file = sys.modules.get(scope.get("__name__", ""))
-        # Dynamo guards on the attributes of a module, and not on a dict.
-        self._places = [(file, name, scope[name]) for name in names if file and vars(file) is scope]
+        module = sys.modules.get(scope.get("__name__", ""))
+        # By attributes of the module, because Dynamo guards on these, and not on items of a dict.
+        self._bindings = [
+            (module, name, scope[name]) for name in names if module and vars(module) is scope
+        ]
 
     def add_functions(self, function: Any) -> None:
-        """Add the global functions that a function and these call."""
+        """Add the global functions that a function calls, and those that they call in turn."""
         scope = getattr(function, "__globals__", {})
         for name in getattr(getattr(function, "__code__", None), "co_names", ()):
             value = scope.get(name)
-            known = any(value is one for _, _, one in self._places)
-            if isinstance(value, types.FunctionType) and not known:
-                self._places += Names(scope, [name])._places
+            is_known = any(value is known for _, _, known in self._bindings)
+            if isinstance(value, types.FunctionType) and not is_known:
+                self._bindings += GlobalValues(scope, [name])._bindings
                 self.add_functions(value)
 
     def are_unchanged(self) -> bool:
-        return all(getattr(file, name, None) is value for file, name, value in self._places)
+        return all(getattr(module, name, None) is value for module, name, value in self._bindings)
 
 
 def global_names(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in a function's code and in the functions within it."""
-    inside = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    """Return the names of globals and attributes in a function's code and its nested functions."""
+    inside = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(global_names, inside))
 
 
 def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """A copy of a function, and of the functions that it wraps, over a copy of its globals.
+    """Copy a function, and the functions that it wraps, over a copy of its globals.
 
-    The innermost function refers to the names in `changes`. In the copy, each name is bound to what
-    its change returns for the value that it has. Once the file binds one to another value, a call
-    reaches the function itself.
+    The innermost function refers to the names in `changes`. In the copy, each name is bound to the
+    result of its change, a function of the current value. Once the file binds such a name to
+    another value, calls of the copy reach the function itself.
     """
     scope, closure, inner = function.__globals__, function.__closure__, None
-    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if not global_names(function.__code__).isdisjoint(changes):
-        own = {name: change(scope[name]) for name, change in changes.items() if name in scope}
+        changed = {name: change(scope[name]) for name, change in changes.items() if name in scope}
     else:
         inner = rebound(function.__wrapped__, changes)
         closure = tuple(
@@ -58,14 +60,14 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
             for cell in closure
         )
 
-    def seen() -> dict[str, Any]:
+    def current_globals() -> dict[str, Any]:
         # With `__name__`, Dynamo would find the module by it and guard on the file's own function.
-        found = {**scope, **own}
-        found.pop("__name__", None)
-        return found
+        values = {**scope, **changed}
+        values.pop("__name__", None)
+        return values
 
-    own_globals = seen()
-    names = Names(scope, own)
+    own_globals = current_globals()
+    names = GlobalValues(scope, changed)
     made = types.FunctionType(
         function.__code__, own_globals, function.__name__, function.__defaults__, closure
     )
@@ -77,7 +79,7 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
             return function(*args, **kwargs)
         if not torch.compiler.is_compiling():
             # Pick up names that the file has rebound since.
-            own_globals.update(seen())
+            own_globals.update(current_globals())
         return made(*args, **kwargs)
 
     if inner is not None:
@@ -86,14 +88,16 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
 
 
 def chain_to(function: Any, name: str) -> list[types.FunctionType]:
-    """A function and those that it wraps, to the one that refers to a name, or none."""
+    """Return a function and those that it wraps, down to the first one that refers to a name, or
+    [] if none does."""
     chain = wrapped(function)
-    places = [i for i, one in enumerate(chain) if name in one.__code__.co_names]
+    places = [i for i, link in enumerate(chain) if name in link.__code__.co_names]
     return chain[: places[0] + 1] if places else []
 
 
 def opaque(chain: list[types.FunctionType]) -> types.FunctionType | None:
-    """The wrapper that `rebound` cannot copy: it does not have what it wraps in its closure."""
+    """Return the first wrapper that `rebound` cannot copy, because the function that it wraps is
+    not in its closure, or None."""
     for outer, inner in itertools.pairwise(chain):
         if not any(cell.cell_contents is inner for cell in outer.__closure__ or ()):
             return outer
@@ -101,9 +105,9 @@ def opaque(chain: list[types.FunctionType]) -> types.FunctionType | None:
 
 
 def wrapped(function: Any) -> list[types.FunctionType]:
-    """A function and the functions that it wraps, from the outermost in."""
-    found = []
-    while isinstance(function, types.FunctionType) and function not in found:
-        found.append(function)
+    """Return a function and the functions that it wraps, from the outermost in."""
+    chain = []
+    while isinstance(function, types.FunctionType) and function not in chain:
+        chain.append(function)
         function = getattr(function, "__wrapped__", None)
-    return found
+    return chain

@@ -1,6 +1,6 @@
 """Rotary embeddings: the function of queries, keys and tables that a forward calls becomes rope.
 
-In transformers it is a function of the model's file, which every attention of that file calls.
+In transformers this is a global function of the model's file, which every attention in it calls.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .. import classes
 from ..planning import Plan
 from ..probing import NotAnOp, dtype_name, own_attributes
 from ..trace import ANY_SIZES
-from .functions import Functions, Standing, globals_of
-from .installed import Facts, arranging, running
+from .functions import ForwardHolder, Functions, globals_of
+from .installed import ModuleFacts, argument_arranger, program_runner
 from .module_trace import Case, FailsInTrace, ModuleTrace, Traced, names_of
-from .program import Program, is_no_step
+from .program import Program, is_dropped_cast
 
 ROTARY_NAME = re.compile(r"apply_(\w+_)?(rotary|rope)")
 
@@ -39,41 +39,45 @@ SECTIONS = "mrope_section"
 
 # Queries have the dimensions batch, heads, sequence and width.
 LAYOUTS = ("bhsd", "bshd", "shd")
-# Tables are as wide as a head, half as wide, or as a part of it that is another.
+# Widths of tables: a head's (d), half of it (e), or that of a rotated part of the head (r).
 WIDTHS = ("d", "e", "r")
 
-# The dtypes of queries and tables in which a form is tried. In autocast, tables may be wider.
+# Pairs of dtypes, of queries and tables, in which a form is tried. Under autocast, tables may be
+# wider than queries.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDER = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
 DTYPES = (*zip(FLOATS, FLOATS, strict=True), *WIDER)
 OF_COMPLEX = tuple((dtype, torch.complex64) for dtype in FLOATS)
-# Casts to these change nothing before and after the op, which computes in float32 and rounds once.
+# Casts to these dtypes around the op are dropped: it computes in float32 and rounds once.
 WIDE = (torch.float64, torch.complex64, torch.float32)
 
-# Views of a table.
+# Views of a table that keep the order of its elements, if they keep the sizes other than 1.
 VIEWS = {IDENTITY, "contiguous", "squeeze", "transpose", "unsqueeze", "view"}
 
 
 @dataclass(frozen=True)
-class Form:
-    """A form of call.
+class RotaryForm:
+    """A form of call of a rotary function.
 
-    shapes: a letter for each dimension of queries, keys and tables. Sizes of one letter are equal;
-    c is b or 1, e is half of d, and r any other even number below d. others: the other arguments,
-    SECTIONS for any sections.
+    Attributes:
+        shapes: the shape of queries, keys and each table, as a letter per dimension: batch b,
+            sequence s, heads h of queries and g of keys, width d. Sizes of the same letter are
+            equal; c is b or 1, e is half of d, and r any other even number below d.
+        others: the other arguments, with SECTIONS for any sections.
     """
 
     shapes: tuple[str, ...]
     others: tuple[Any, ...]
 
     def fits(self, given: tuple[Any, ...], dtypes: Collection[Any]) -> bool:
-        """Whether arguments have this form, in one of `dtypes`."""
+        """Return whether arguments have this form, in one of the pairs `dtypes` of dtypes of
+        queries and tables."""
         count = len(self.shapes)
         for x, shape in zip(given, self.shapes, strict=False):
             if not isinstance(x, Tensor) or x.dim() != len(shape):
                 return False
-        for wanted, one in zip(self.others, given[count:], strict=True):
-            if one is None if wanted == SECTIONS else one != wanted:
+        for wanted, argument in zip(self.others, given[count:], strict=True):
+            if argument is None if wanted == SECTIONS else argument != wanted:
                 return False
         q, k, cos, sin = given[0], given[1], given[2], given[count - 1]
         if (q.dtype, cos.dtype) not in dtypes or k.dtype != q.dtype or sin.dtype != cos.dtype:
@@ -94,7 +98,8 @@ class Form:
 
 
 class Rotary(Functions):
-    """One form of call is the same in all dtypes. Others are looked for in bfloat16."""
+    """Rotary functions. The first form of call that is rope is compared in all dtypes, and further
+    forms in bfloat16 alone."""
 
     name = title = "rotary embedding"
     rewrites = ops = ("rope",)
@@ -112,31 +117,35 @@ class Rotary(Functions):
             if parameters_of(function):
                 yield name, function
 
-    def recognised(self, function: Any) -> tuple[Facts, ...]:
-        """What replaces the calls of each form that is rope."""
-        module = Standing(function)
+    def recognise(self, function: Any) -> tuple[ModuleFacts, ...]:
+        """Return what replaces the calls of each form that is rope."""
+        module = ForwardHolder(function)
         trace = ModuleTrace(module, (), self.method)
         is_complex = tables_of(trace.arguments) == 1
         forms = _forms(function, trace.arguments)
-        found = self.each(module, trace, forms, OF_COMPLEX if is_complex else DTYPES)
+        found = self.facts_of_forms(module, trace, forms, OF_COMPLEX if is_complex else DTYPES)
         if not is_complex and WIDER[0] not in found[0].assumptions.dtypes:
             with contextlib.suppress(NotAnOp):
-                found += self.each(module, trace, [one.form for one in found], WIDER)
+                found += self.facts_of_forms(module, trace, [one.details for one in found], WIDER)
         return tuple(found)
 
-    def each(
-        self, module: nn.Module, trace: ModuleTrace, forms: Iterable[Form], dtypes: Sequence[Any]
-    ) -> list[Facts]:
-        """What replaces the calls of each form that is rope, in the dtypes in which the first is.
+    def facts_of_forms(
+        self,
+        module: nn.Module,
+        trace: ModuleTrace,
+        forms: Iterable[RotaryForm],
+        dtypes: Sequence[Any],
+    ) -> list[ModuleFacts]:
+        """Return what replaces the calls of each form that is rope, in the first form's dtypes.
 
         Raises:
-            NotAnOp: none is; the text gives the reason.
+            NotAnOp: no form is rope; the text gives the reason.
         """
-        found: list[Facts] = []
+        found: list[ModuleFacts] = []
         reasons: list[NotAnOp] = []
         for form in forms:
             try:
-                facts = self.verified(module, trace, (form, dtypes[: 1 if found else None]))
+                facts = self.verify_form(module, trace, (form, dtypes[: 1 if found else None]))
             except FailsInTrace:
                 # The function does not accept such a call.
                 continue
@@ -148,13 +157,13 @@ class Rotary(Functions):
             raise next(iter(reasons), NotAnOp("it computes no rope"))
         return found
 
-    def cases(self, module: nn.Module, form: tuple[Form, Sequence[Any]]) -> Iterator[Case]:
+    def cases(self, module: nn.Module, form: tuple[RotaryForm, Sequence[Any]]) -> Iterator[Case]:
         known, pairs = form
         names = names_of(module.forward)
         for dtype, of_tables in pairs:
             d, rows = (12, (2, 5)) if dtype is torch.bfloat16 else (20, (3, 4))
             b, s = (ANY_SIZES[n] for n in rows)
-            # All sizes differ, so that a table fits in one way.
+            # All sizes differ, so that a dimension of a table can only be one of the queries'.
             sizes = {"h": 6, "g": 3, "1": 1, "3": 3, "b": b, "c": b, "s": s}
             sizes |= {"d": d, "e": d // 2, "r": 8}
             shapes = [tuple([sizes[one] for one in shape]) for shape in known.shapes]
@@ -164,7 +173,7 @@ class Rotary(Functions):
                 dict(zip(names, (dtype, dtype, of_tables, of_tables), strict=False)),
                 of_tables,
                 constants=dict(zip(names[len(shapes) :], others, strict=True)),
-                # These need not be rope.
+                # In these dtypes the function may be another one; its own code then runs.
                 tolerates=NotAnOp if dtype is torch.float64 or (dtype, of_tables) in WIDER else (),
             )
 
@@ -179,19 +188,21 @@ class Rotary(Functions):
     def casts_of(self, traced: Traced) -> tuple[Collection[torch.dtype], Mapping[torch.dtype, int]]:
         case = traced.case
         if traced.result[0].dtype is not case.dtype:
-            # The op is given queries and keys in the wider dtype of the tables.
+            # The function returns the tables' wider dtype: the op is given queries and keys in it.
             return WIDE[:2], {case.parameters: 2}
         return (case.dtype, case.parameters, *WIDE), {}
 
-    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
-        report = super().rewritten(traced, names)
+    def rewrite_graph(self, traced: Traced, names: Collection[str]) -> Report:
+        report = super().rewrite_graph(traced, names)
         dropped, _ = self.casts_of(traced)
         sections = traced.case.constants.get(SECTIONS)
         nodes = {node.target: node for node in traced.graph.graph.nodes}
         for node, given in bound(traced.graph.graph.nodes):
             tables = {one: given[one] for one in ("cos", "sin") if given[one] is not None}
             of_input = traced.case.dtype
-            given |= {one: _plainly(node, x, dropped, of_input) for one, x in tables.items()}
+            given |= {
+                one: _view_of_argument(node, x, dropped, of_input) for one, x in tables.items()
+            }
             if sections is not None and given["sections"] == sections:
                 given["sections"] = nodes[SECTIONS]
             node.args, node.kwargs = tuple(given.values()), {}
@@ -199,21 +210,27 @@ class Rotary(Functions):
                 erase_unused(table, needed_by(table))
         return report
 
-    def form_of(
-        self, module: nn.Module, form: tuple[Form, Sequence[Any]], traced: Traced, program: Program
-    ) -> Form:
+    def details_of(
+        self,
+        module: nn.Module,
+        form: tuple[RotaryForm, Sequence[Any]],
+        traced: Traced,
+        program: Program,
+    ) -> RotaryForm:
         return form[0]
 
-    def options_of(self, facts: tuple[Facts, ...]) -> dict[str, Any]:
+    def report_options(self, facts: tuple[ModuleFacts, ...]) -> dict[str, Any]:
         op = facts[0].program.ops[0]
         options = {} if op.args[3] is None else op.options()
         return {name: one for name, one in options.items() if name == "interleaved" or one is True}
 
     @classmethod
-    def computed(cls, function: Any, facts: tuple[Facts, ...]) -> Callable[..., Any]:
+    def make_caller(cls, function: Any, facts: tuple[ModuleFacts, ...]) -> Callable[..., Any]:
         names = facts[0].program.arguments
-        arranged = arranging(function, names)
-        runs = [(one.form, one.assumptions.dtypes, running(one, cls.caller)) for one in facts]
+        arranged = argument_arranger(function, names)
+        runs = [
+            (one.details, one.assumptions.dtypes, program_runner(one, cls.caller)) for one in facts
+        ]
 
         def rotated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = arranged(args, kwargs) if kwargs or len(args) != len(names) else args
@@ -226,10 +243,11 @@ class Rotary(Functions):
         return rotated
 
 
-def _plainly(
+def _view_of_argument(
     at: fx.Node, table: Any, dropped: Collection[torch.dtype], of_input: torch.dtype
 ) -> Any:
-    """A table by views of the function's own that have no size in them, or the node that it is."""
+    """Return a table as views of the function's argument without sizes in them, so that they hold
+    for any size; or the table's own node, if it is computed in another way."""
     node, is_half, is_negative = table, False, False
     while (call := canonical(node)) is not None:
         if call.op == "neg":
@@ -240,9 +258,9 @@ def _plainly(
             is_half = True
         elif call.op == "cast":
             source, dtype = call.args
-            if dtype not in dropped or not is_no_step(source, dtype, of_input):
+            if dtype not in dropped or not is_dropped_cast(source, dtype, of_input):
                 return table
-        elif call.op not in VIEWS or _without_ones(node) != _without_ones(call.args[0]):
+        elif call.op not in VIEWS or _sizes_but_ones(node) != _sizes_but_ones(call.args[0]):
             return table
         node = call.args[0]
     if value(node).dim() == 3 and value(node).shape[1] == 1:
@@ -252,13 +270,14 @@ def _plainly(
     return derive(at, torch.neg, node) if is_negative else node
 
 
-def _without_ones(node: fx.Node) -> list[int]:
-    """The sizes of a tensor; views between shapes with the same ones keep the order of elements."""
+def _sizes_but_ones(node: fx.Node) -> list[int]:
+    """Return the sizes of a tensor other than 1. A view to a shape with the same ones keeps the
+    order of the elements."""
     return [size for size in value(node).shape if size != 1]
 
 
-def _forms(function: Any, names: tuple[str, ...]) -> Iterator[Form]:
-    """Forms of call that may be rope. The position of the heads is `unsqueeze_dim`."""
+def _forms(function: Any, names: tuple[str, ...]) -> Iterator[RotaryForm]:
+    """Yield the forms of call that may be rope. `unsqueeze_dim` is the dimension of the heads."""
     count = tables_of(names)
     default = inspect.signature(function).parameters.get(UNSQUEEZE_DIM)
     for layout in LAYOUTS:
@@ -270,14 +289,15 @@ def _forms(function: Any, names: tuple[str, ...]) -> Iterator[Form]:
             if default is None or dim in (default.default, 1, 2):
                 given = {UNSQUEEZE_DIM: dim, SECTIONS: SECTIONS}
                 shapes = layout, layout.replace("h", "g"), *[row + width] * count
-                yield Form(shapes, tuple(given.get(one) for one in names[2 + count :]))
+                yield RotaryForm(shapes, tuple(given.get(one) for one in names[2 + count :]))
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters if they are those of a rotary embedding.
+    """Return the names of a function's parameters if they may be those of a rotary embedding,
+    else ().
 
-    They are queries, keys and tables: cos and sin, or freqs, which is complex. No other function of
-    a model is called.
+    They are queries, keys and tables: cos and sin, or freqs, which is complex. `fuse` calls no
+    function of a model with other parameters.
     """
     if not inspect.isfunction(function):
         return ()
@@ -291,28 +311,28 @@ def parameters_of(function: Any) -> tuple[str, ...]:
 
 
 def tables_of(names: Sequence[str]) -> int:
-    """The number of tables that a function with these parameter names takes; 0 if unknown."""
+    """Return the number of tables that a function with these parameters takes; 0 if unknown."""
     if len(names) >= 4 and "cos" in names[2] and "sin" in names[3]:
         return 2
     return int(len(names) >= 3 and "freqs" in names[2])
 
 
 def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
-    """Reasons that functions with a rotary name, which a reader of the report expects, are left."""
+    """Yield the reasons that functions with a rotary name are left, for the report."""
     for name, function in _named_rotary(getattr(classes.class_of(module), "forward", None)):
         if inspect.isfunction(function) and not parameters_of(function):
             names = ", ".join(inspect.signature(function).parameters)
             yield f"{name} takes ({names}), not queries, keys and their tables"
-    # As in the attentions of diffusers, whose forward calls a processor.
-    for one in own_attributes(module).values():
-        call = getattr(type(one), "__call__", None)  # noqa: B004
-        if not isinstance(one, nn.Module):
+    # The forward of diffusers' attention calls a processor, an attribute that is no module.
+    for attribute in own_attributes(module).values():
+        call = getattr(type(attribute), "__call__", None)  # noqa: B004
+        if not isinstance(attribute, nn.Module):
             for name, _ in _named_rotary(call):
-                yield f"{name} is called by its {type(one).__name__}, not by its forward"
+                yield f"{name} is called by its {type(attribute).__name__}, not by its forward"
 
 
 def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
-    """The global functions that a function refers to by a name that suggests rope."""
+    """Yield the global functions to which a function refers by a name that suggests rope."""
     for name, function in globals_of(caller):
         if ROTARY_NAME.search(name) and callable(function):
             yield name, function

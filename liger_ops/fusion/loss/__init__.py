@@ -1,4 +1,4 @@
-"""The losses of language models: head and cross-entropy as one op."""
+"""Fuse the losses of language models: the head and the cross-entropy become one op."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def fuse(model: nn.Module) -> FuseReport:
 
 
 def _has_a_loss(cls: Any) -> bool:
-    """Whether a class's models compute a loss from labels, and may have a head.
+    """Return whether models of a class compute a loss from labels, and may have a head.
 
-    The class is asked, because a wrapper, such as peft's, answers for the model that it holds.
+    The class is inspected and not the model, because a wrapper, such as peft's, passes attribute
+    lookups on to the model that it holds.
     """
     if not hasattr(cls, "get_output_embeddings"):
         return False
@@ -63,7 +64,7 @@ def _is_classifier(class_name: str) -> bool:
 
 
 def _output_embedding(module: nn.Module) -> Any:
-    """The head of a language model, or None for any other module."""
+    """Return the head of a language model, or None for any other module."""
     cls: Any = type(module)
     try:
         return cls.get_output_embeddings(module)
@@ -74,12 +75,17 @@ def _output_embedding(module: nn.Module) -> Any:
 def _path_to(module: nn.Module, head: nn.Module) -> str:
     for name, child in module.named_modules():
         if child is head:
-            return _checked(module, name)
+            return _checked_path(module, name)
     raise NotAnOp("its head is not a child of it")
 
 
-def _checked(module: nn.Module, path: str) -> str:
-    """The path, if a view can be made of every module on it but the last."""
+def _checked_path(module: nn.Module, path: str) -> str:
+    """Return the path if `stand_in` can copy every module on it but the last.
+
+    Raises:
+        NotAnOp: the head is in a container without a forward, or in a Sequential, or a module on
+            the path has a method of its class set on the instance.
+    """
     names = path.split(".")
     for i in range(len(names)):
         holder = module.get_submodule(".".join(names[:i]))

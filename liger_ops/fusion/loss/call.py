@@ -1,4 +1,4 @@
-"""The forward of a language model that computes head and loss with one op."""
+"""The forward of a fused language model: head and loss are one op, and logits are skipped."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import classes, tensor_parallel
-from ..news import is_news
+from ..news import first_time
 from . import head_hooks, output, place
 from .calls import DeferringHead
-from .deferred import name_of
+from .deferred import function_name
 from .dry_run import LossFacts, with_traced_loss
-from .head import called_for, head_of
+from .head import head_of, modules_called
 from .lora import LoraHead
-from .options import CHECKS, LossOptions, taken_from
+from .options import CHECKS, ForwardLossOptions, split_options
 
 
 @classes.kind("loss")
 def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
-    """A forward that computes the loss without logits unless they are asked for."""
+    """Make the forward that computes the loss without logits, unless they are asked for."""
     original: Any = base.forward  # type: ignore[attr-defined]
     signature = inspect.signature(original)
     positional = tuple(signature.parameters)[1:]
@@ -36,18 +36,18 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
     # here, because marking it where it is defined would import the compiler with liger_ops.
     torch.compiler.assume_constant_result(_warn)
     # Dynamo does not know the name of every function of PyTorch.
-    torch.compiler.assume_constant_result(name_of)
+    torch.compiler.assume_constant_result(function_name)
     # Dynamo does not read the closures of hooks.
     torch.compiler.assume_constant_result(tensor_parallel.constants_of)
     if facts.output_class is not None:
         output.prepare(facts.output_class)
 
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        modules = called_for(self, facts.head)
-        if place.is_active(modules[0]):
-            # The call is made by a forward that computes the loss of this head.
+        modules = modules_called(self, facts.head)
+        if place.is_replaced(modules[0]):
+            # A model that contains this one is fused too, and its forward computes the loss.
             return original(self, *args, **kwargs)
-        options, kwargs = taken_from(base.__name__, kwargs, options_taken)
+        options, kwargs = split_options(base.__name__, kwargs, options_taken)
         if facts.takes_shift_labels and "shift_labels" not in positional:
             args, kwargs = _with_labels(positional, args, kwargs)
         arguments = {**dict(zip(positional, args, strict=False)), **kwargs}
@@ -61,41 +61,43 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
         skips = self.training if skip_logits is None else skip_logits
         if skips and reason is not None:
-            _say_once(self, base.__name__, reason)
+            _warn_once(self, base.__name__, reason)
         if not skips or isinstance(head, str) or reason is not None:
             if not options.asked:
                 return original(self, *args, **kwargs)
+            # The options have to be applied to the model's own cross_entropy: keep the logits.
             head = None
-            if head_hooks.keep_words_apart(modules[-1]):
+            if head_hooks.keeps_words_apart(modules[-1]):
                 raise ValueError(
                     f"{base.__name__}: {options.names} is computed where logits are skipped,"
                     " and its head returns the logits of a rank's words"
                     f" ({reason or 'they are not skipped'})"
                 )
 
-        def say(reason: str, operands: Any) -> None:
+        def on_computed(reason: str, operands: Any) -> None:
             if skip_logits:
                 raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
-            _say_once(self, base.__name__, reason)
+            _warn_once(self, base.__name__, reason)
 
-        deferring = DeferringHead(head, modules, options, say)
+        deferring = DeferringHead(head, modules, options, on_computed)
+        # Dynamo has a trace of its own for CrossEntropyLoss, which takes only tensors.
         function = traced if torch.compiler.is_compiling() else original
-        before = place.CALLS.active
-        place.CALLS.active = (*before, (modules[0], deferring))
+        before = place.REPLACED.active
+        place.REPLACED.active = (*before, (modules[0], deferring))
         try:
-            found = function(self, *args, **kwargs)
+            result = function(self, *args, **kwargs)
         finally:
-            place.CALLS.active = before
+            place.REPLACED.active = before
         if options.asked and not deferring.losses:
             raise ValueError(
                 f"{base.__name__}: {options.names} is computed by the cross_entropy of the"
                 " head's logits, and its forward computes its loss in another way"
             )
         if head is not None and not deferring.losses and not deferring.has_computed:
-            say(output.NO_LOSS, ())
-        found = output.settled(found, skips=deferring.losses > 0)
+            on_computed(output.NO_LOSS, ())
+        result = output.without_deferred(result, skips=deferring.losses > 0)
         deferring.finish()
-        return output.extend(found, deferring.beside)
+        return output.extend(result, deferring.extra_outputs)
 
     # Trainer and generate read the signature to see what the model takes. functools.wraps would
     # set it too, but accelerate follows __wrapped__ when it removes its own wrappers.
@@ -107,7 +109,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
 def _with_labels(
     positional: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; if only shift_labels are given, they are passed as labels too.
+    """Return the arguments of a call, with shift_labels as labels too if no labels are given.
 
     A forward computes a loss only if it has labels. That loss then uses shift_labels.
     """
@@ -116,11 +118,11 @@ def _with_labels(
         return args, kwargs
     if "labels" not in named:
         return args, {**kwargs, "labels": labels}
-    place = positional.index("labels")
-    return (*args[:place], labels, *args[place + 1 :]), kwargs
+    position = positional.index("labels")
+    return (*args[:position], labels, *args[position + 1 :]), kwargs
 
 
-def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None) -> None:
+def _check_unlabelled(name: str, options: ForwardLossOptions, skip_logits: bool | None) -> None:
     """Raise if a call without labels asks for anything that belongs to the loss."""
     if skip_logits:
         raise ValueError(f"{name}: skip_logits=True and no labels were given")
@@ -130,24 +132,24 @@ def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None)
 
 def _obstacle(
     facts: LossFacts, head: nn.Linear | LoraHead | str | None,
-    arguments: dict[str, Any], options: LossOptions,
+    arguments: dict[str, Any], options: ForwardLossOptions,
 ) -> str | None:  # fmt: skip
-    """Reason that a call with labels has to compute all logits, or None."""
-    keep = arguments.get("logits_to_keep")
-    if isinstance(keep, Tensor) or keep:
+    """Return the reason that a call with labels has to compute all logits, or None."""
+    logits_to_keep = arguments.get("logits_to_keep")
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep:
         return "logits_to_keep were given"
     if isinstance(head, str):
         return head
-    if options.wants_predicted and head_hooks.are_over_words(head):
+    if options.wants_predicted and head_hooks.is_over_words(head):
         return "the predicted tokens were asked for, and its head is sharded over words"
     if facts.makes_loss and not facts.rebinds and torch.compiler.is_compiling():
         return "torch.compile traces the CrossEntropyLoss that its forward makes for tensors alone"
     return None
 
 
-def _say_once(model: nn.Module, name: str, reason: str) -> None:
+def _warn_once(model: nn.Module, name: str, reason: str) -> None:
     """Warn that a step computes all logits, once per model and reason."""
-    if torch.compiler.is_compiling() or is_news(model, reason):
+    if torch.compiler.is_compiling() or first_time(model, reason):
         _warn(name, reason)
 
 

@@ -1,4 +1,4 @@
-"""The head in a view of a model: its calls return deferred logits, and it computes their losses."""
+"""The replacement of a head: its calls return deferred logits, and it computes their losses."""
 
 from __future__ import annotations
 
@@ -11,113 +11,124 @@ from torch.utils import checkpoint
 
 from . import head_hooks, place
 from .deferral import Deferral
-from .deferred import DeferredLogits, deferred
-from .form import Form
-from .head_call import HeadCall, Say, codes
+from .deferred import DeferredLogits, tensor_of
+from .form import LogitsTransform
+from .head_call import HeadCall, OnComputed, running_codes
 from .lora import LoraHead
-from .options import LossOptions
-from .value import OfHidden, OfLogits, OfShardedHead, Source, value_of
+from .options import ForwardLossOptions
+from .value import HeadLoss, LogitsLoss, LossSource, ShardedHeadLoss, loss_of
 
 
 class DeferringHead:
     """A head whose logits are computed only if something but a loss needs them.
 
-    head: the linear layer, or None if the logits are kept, as for a head that is none.
-    modules: those that a call of the head calls.
-    options: those of the call of the model.
-    beside: what the options ask for beside the loss, by name.
-    has_computed: whether the logits of any call were computed.
+    Attributes:
+        head: the linear layer, or None if every call computes its logits at once and keeps them.
+        modules: the model's head and the modules that a call of it calls in turn, down to the
+            linear layer.
+        options: the options that the call of the model gave for the loss.
+        on_computed: called with the reason when logits have to be computed.
+        extra_outputs: the tensors that the options ask for in addition to the loss, by name.
+        calls: the calls of the head in this forward.
+        losses: the number of cross-entropies of this head's logits.
+        has_computed: whether the logits of any call were computed.
+        depth: the number of frames on the stack up to the fused forward, which makes this object.
     """
 
     def __init__(
-        self, head: nn.Linear | LoraHead | None, modules: list[Any], options: LossOptions, say: Say
-    ) -> None:
+        self, head: nn.Linear | LoraHead | None, modules: list[Any],
+        options: ForwardLossOptions, on_computed: OnComputed,
+    ) -> None:  # fmt: skip
         self.head = head
         self.modules = modules
         self.options = options
-        self.say = say
-        self.beside: dict[str, Tensor] = {}
+        self.on_computed = on_computed
+        self.extra_outputs: dict[str, Tensor] = {}
         self.calls: list[HeadCall] = []
         self.losses = 0
         self.has_computed = False
-        self.depth = 0 if torch.compiler.is_compiling() else len(codes()) - 1
+        self.depth = 0 if torch.compiler.is_compiling() else len(running_codes()) - 1
 
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         is_tensor = isinstance(hidden, Tensor) and not isinstance(hidden, DeferredLogits)
         if args or kwargs or not is_tensor:
-            return place.call(self.modules[0], hidden, *args, **kwargs)
+            return place.call_itself(self.modules[0], hidden, *args, **kwargs)
         if self.in_checkpoint():
-            # The backward calls the head again, when it is no longer in the place of another.
+            # The backward runs the checkpoint again, when this object no longer replaces the head:
+            # a deferred result now and a tensor then would not match.
             self.has_computed = True
-            self.say("its forward calls its head in a checkpoint", ())
-            return place.call(self.modules[0], hidden)
+            self.on_computed("its forward calls its head in a checkpoint", ())
+            return place.call_itself(self.modules[0], hidden)
         call = HeadCall(self, hidden)
         self.calls.append(call)
-        # If they are kept, later operations choose and shape rows of the logits themselves.
-        value = self.real(hidden) if self.head is None else None
+        # Kept logits are the root: later operations choose and shape rows of them. Otherwise
+        # the hidden states are, and the rows are chosen before the product with the weight.
+        value = self.compute_logits(hidden) if self.head is None else None
         root = hidden if value is None else value
         rows = tuple(root.shape[:-1])
-        logits = Deferral(call, root, Form(), rows, rows)
+        logits = Deferral(call, root, LogitsTransform(), rows, rows)
         if value is None:
-            call.made.append(logits)
+            call.pending.append(logits)
         logits.value = value
-        return deferred(logits)
+        return tensor_of(logits)
 
     def in_checkpoint(self) -> bool:
-        """Whether a checkpoint within the model's forward calls the head."""
+        """Return whether a checkpoint within the model's forward calls the head."""
         if torch.compiler.is_compiling():
             return False
-        inside = codes()[: -self.depth]
+        # A checkpoint around the whole model is below `depth`, and runs this forward again.
+        inside = running_codes()[: -self.depth]
         return any(code.co_filename == checkpoint.__file__ for code in inside)
 
-    def real(self, hidden: Tensor) -> Tensor:
-        """The logits that the head itself returns."""
-        logits: Tensor = place.call(self.modules[0], hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits that the model's head itself computes."""
+        logits: Tensor = place.call_itself(self.modules[0], hidden)
         return logits
 
     def loss(self, logits: Deferral, target: Tensor, options: dict[str, Any]) -> Tensor:
-        """The cross-entropy of logits, under the options of the model's call."""
+        """Compute the cross-entropy of logits, under the options of the model's call."""
         call = logits.call
         self.losses += 1
         reason = logits.obstacle()
         if reason is not None:
-            logits.computed(reason)
+            logits.compute(reason)
         if logits.value is not None:
             if not self.options.asked:
                 return F.cross_entropy(logits.value, target, **options)
-            return self.value(OfLogits(logits), target, options)
-        widens = _widens(call.hidden)
+            return self.loss_value(LogitsLoss(logits), target, options)
+        is_widened = _autocast_widens_loss(call.hidden)
 
         def compute(hidden: Tensor) -> Tensor:
-            value = self.value(self.source(logits, hidden), target, options)
-            dtype = logits.form.dtype or call.dtype_for(hidden)
-            return value.to(torch.float32 if widens and dtype.itemsize < 4 else dtype)
+            value = self.loss_value(self.source(logits, hidden), target, options)
+            # The dtype that PyTorch's cross_entropy of these logits returns.
+            dtype = logits.transform.dtype or call.dtype_for(hidden)
+            return value.to(torch.float32 if is_widened and dtype.itemsize < 4 else dtype)
 
-        def computed(hidden: Tensor) -> Tensor:
-            return call.in_its_autocast(compute, hidden)
+        def compute_as_called(hidden: Tensor) -> Tensor:
+            return call.in_autocast_of_call(compute, hidden)
 
-        return head_hooks.called(self.modules, computed, call.hidden)
+        return head_hooks.call_between_hooks(self.modules, compute_as_called, call.hidden)
 
-    def value(self, source: Source, target: Tensor, options: dict[str, Any]) -> Tensor:
-        value, beside = value_of(source, target, options, self.options)
-        # The options are those of the first loss.
-        self.beside = self.beside or beside
+    def loss_value(self, source: LossSource, target: Tensor, options: dict[str, Any]) -> Tensor:
+        value, extra = loss_of(source, target, options, self.options)
+        # Of several losses in a forward, the first gives the extra outputs.
+        self.extra_outputs = self.extra_outputs or extra
         return value
 
-    def source(self, logits: Deferral, hidden: Tensor) -> Source:
+    def source(self, logits: Deferral, hidden: Tensor) -> LossSource:
         assert self.head is not None
-        of = OfShardedHead if head_hooks.are_over_words(self.head) else OfHidden
-        return of(logits, hidden, self.head, self.options)
+        source = ShardedHeadLoss if head_hooks.is_over_words(self.head) else HeadLoss
+        return source(logits, hidden, self.head, self.options)
 
     def finish(self) -> None:
-        """Forget the logits, which would live in a circle of references."""
+        """Forget the logits, which would otherwise live on in a reference cycle."""
         for call in self.calls:
-            call.made, call.is_over = [], True
+            call.pending, call.is_over = [], True
         self.calls = []
 
 
-def _widens(x: Tensor) -> bool:
-    """Whether autocast is on, and PyTorch's cross_entropy of bfloat16 returns float32 in it."""
+def _autocast_widens_loss(x: Tensor) -> bool:
+    """Return whether autocast is on, and casts bfloat16 logits of a cross_entropy to float32."""
     if not torch.is_autocast_enabled(x.device.type):
         return False
     row = x.new_zeros((1, 1), dtype=torch.bfloat16)

@@ -1,12 +1,12 @@
 """Logits that are not computed unless something needs them.
 
-The head of a model returns `DeferredLogits` for hidden states, and the model's own code works on
-them as on any tensor: they are one, without memory, whose functions PyTorch hands to
-`__torch_function__`. Operations that `linear_cross_entropy` computes too are recorded: a positive
-factor, tanh, a cast to float32, a bias per class, and the choice and shape of rows. Their
-cross-entropy is the op. Every other function computes the logits: the head is called, the recorded
-operations are done to its output by PyTorch's own functions, and the function is called with the
-result.
+The head of a model returns `DeferredLogits` for hidden states, and the model's own code works with
+them as with any tensor: they are a tensor without memory, and PyTorch passes every function that is
+called on them to `__torch_function__`. The operations that `linear_cross_entropy` computes too are
+recorded: a positive factor, tanh, a cast to float32, a bias per class, and the selection and shape
+of rows. `cross_entropy` of the result calls the op. Any other function computes the logits: the
+head is called, PyTorch's own functions apply the recorded operations to its output, and the
+function is called with the result.
 """
 
 from __future__ import annotations
@@ -46,21 +46,24 @@ class DeferredLogits(Tensor):
                 others, logits = args[:1], args[1]
             if isinstance(logits, DeferredLogits):
                 deferral = logits._liger_ops_deferral
-                found = getattr(deferral, name)(*others, **kwargs)
-                if found is deferral:
+                result = getattr(deferral, name)(*others, **kwargs)
+                if result is deferral:
                     return logits
-                if isinstance(found, Deferral):
-                    return deferred(found)
-                if found is not NOT_RECORDED:
-                    return found
-        if len(args) == 2 and args[1] is None and name_of(function) in ("eq", "ne"):
-            return name_of(function) == "ne"
-        return done(function, args, kwargs)
+                if isinstance(result, Deferral):
+                    return tensor_of(result)
+                if result is not NOT_RECORDED:
+                    return result
+        if len(args) == 2 and args[1] is None and function_name(function) in ("eq", "ne"):
+            return function_name(function) == "ne"
+        return call_computed(function, args, kwargs)
 
 
 class _Wrapper(DeferredLogits):
-    """Deferred logits that raise in code beneath `__torch_function__`, such as an extension in C++.
-    Dynamo, whose graphs have no such code, traces no class with a `__torch_dispatch__`."""
+    """Deferred logits that raise in code below `__torch_function__`, such as a C++ extension.
+
+    Eager code alone uses this class: Dynamo traces no class with a `__torch_dispatch__`, and its
+    graphs contain no such code.
+    """
 
     __slots__ = ()
 
@@ -70,23 +73,27 @@ class _Wrapper(DeferredLogits):
     ) -> Any:
         raise RuntimeError(TAKEN.format("code beneath PyTorch's functions"))
 
+    # isinstance(logits, DeferredLogits) still holds, because isinstance looks at type() first.
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return Tensor
 
 
 for _class in (DeferredLogits, _Wrapper):
-    # The names that code may read of a tensor's class.
+    # Code that prints or compares the name of a tensor's class sees torch.Tensor.
     _class.__name__, _class.__qualname__, _class.__module__ = "Tensor", "Tensor", "torch"
 
 
-def deferred(deferral: Deferral) -> DeferredLogits:
-    """The tensor that stands for the logits of a deferral."""
+def tensor_of(deferral: Deferral) -> DeferredLogits:
+    """Return the tensor without data that stands for the logits of a deferral."""
+    # Where the shape or dtype is not known yet, that of the hidden states fills in: code that
+    # reads it is answered by `__torch_function__`, which computes the logits.
     shape, dtype, hidden = deferral.shape(), deferral.dtype(), deferral.hidden
     shape = hidden.shape if shape is NOT_RECORDED else shape
     dtype = hidden.dtype if dtype is NOT_RECORDED else dtype
     if torch.compiler.is_dynamo_compiling():
-        # Dynamo makes no wrapper. No compiled graph has these elements, because nothing reads them.
+        # Dynamo cannot make a wrapper subclass. Nothing reads these elements, so that the compiled
+        # graph drops them.
         logits = hidden.new_full(shape, math.nan, dtype=dtype).as_subclass(DeferredLogits)
     else:
         logits = make_wrapper_subclass(_Wrapper, shape, dtype=dtype, device=hidden.device)
@@ -95,7 +102,7 @@ def deferred(deferral: Deferral) -> DeferredLogits:
 
 
 def deferral_of(value: Any) -> Deferral | None:
-    """The deferral of logits that are deferred, None for any other value."""
+    """Return the deferral of deferred logits, or None for any other value."""
     return value._liger_ops_deferral if isinstance(value, DeferredLogits) else None
 
 
@@ -103,7 +110,7 @@ def _functions(name: str, *others: Any) -> list[Any]:
     return [one for one in (getattr(Tensor, name, None), *others) if one is not None]
 
 
-# The functions that methods of a Deferral answer.
+# PyTorch function -> the method of Deferral that answers it.
 ANSWERED: dict[Any, str] = {
     **{getattr(Tensor, name).__get__: name for name in ("shape", "dtype", "device", "ndim")},
     **{
@@ -129,27 +136,27 @@ ANSWERED: dict[Any, str] = {
 }  # fmt: skip
 
 
-# The methods that take keyword arguments.
+# The methods of Deferral that take keyword arguments.
 WITH_OPTIONS = ("to", "size", "flatten")
 
 
-def name_of(function: Any) -> str:
-    """The name of a function, a method or an attribute of tensors."""
+def function_name(function: Any) -> str:
+    """Return the name of a function, a method or an attribute of tensors."""
     name = getattr(function, "__name__", "a function")
     if name in ("__get__", "__set__"):
         name = function.__self__.__name__
     return name.strip("_") if name.startswith("__") else name
 
 
-def done(function: Any, args: Any, kwargs: Any) -> Any:
-    """What a function returns for the logits that are among its arguments."""
+def call_computed(function: Any, args: Any, kwargs: Any) -> Any:
+    """Compute the deferred logits among the arguments, and call the function with them."""
     operands = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    for one in pytree.tree_leaves((args, kwargs)):
-        if isinstance(one, DeferredLogits):
-            why = f"its forward applies {name_of(function)} to its logits"
-            one._liger_ops_deferral.computed(why, operands)
+    for argument in pytree.tree_leaves((args, kwargs)):
+        if isinstance(argument, DeferredLogits):
+            reason = f"its forward applies {function_name(function)} to its logits"
+            argument._liger_ops_deferral.compute(reason, operands)
     args, kwargs = pytree.tree_map_only(
-        DeferredLogits, lambda one: one._liger_ops_deferral.value, (args, kwargs)
+        DeferredLogits, lambda argument: argument._liger_ops_deferral.value, (args, kwargs)
     )
     return function(*args, **kwargs)
 
@@ -159,7 +166,7 @@ def cross_entropy(
     ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.cross_entropy of deferred logits."""
+    """Compute torch.nn.functional.cross_entropy of deferred logits, by the op where it can."""
     options = {
         "ignore_index": ignore_index,
         "reduction": reduction,
@@ -170,9 +177,9 @@ def cross_entropy(
     labels = isinstance(target, Tensor) and target.dim() == 1 and target.dtype is torch.int64
     if plain and labels and logits is not None and logits.dim() == 2:
         logits.call.check_gradient()
-        logits.call.check_class(lambda one: isinstance(one, DeferredLogits))
+        logits.call.check_class(lambda value: isinstance(value, DeferredLogits))
         loss: Tensor = logits.call.head.loss(logits, target, options)
         return loss
     others = {"weight": weight, "size_average": size_average, "reduce": reduce}
-    loss = done(F.cross_entropy, (input, target), {**others, **options})
+    loss = call_computed(F.cross_entropy, (input, target), {**others, **options})
     return loss

@@ -1,8 +1,8 @@
 """Run a language model's forward once, to see what it does to its logits.
 
-A stand-in for the model runs on the CPU: its own code, with stubs for the body, and deferred
-logits. Whether they are deferred or computed in a step is decided in that step; a dry run only says
-what `fuse` is to report, and which models to leave because each step would compute all logits.
+A stand-in for the model runs on the CPU: the model's own code, with stubs for the body, on deferred
+logits. Each training step decides for itself whether the logits stay deferred. A dry run only finds
+what `fuse` is to report, and which models to leave because every step would compute all logits.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from . import place
 from .calls import DeferringHead
 from .deferral import Deferral
 from .deferred import DeferredLogits
-from .form import Form
+from .form import LogitsTransform
 from .head import head_of, parameter_of
 from .lora import LoraHead
-from .options import CHECKS, LossOptions
-from .output import settled
-from .stand_in import Names, stand_in
+from .options import CHECKS, ForwardLossOptions
+from .output import without_deferred
+from .stand_in import TensorNames, stand_in
 
 BATCH = 2
 LENGTHS = (4, 9)
-MADE = "CrossEntropyLoss"
+LOSS_CLASS = "CrossEntropyLoss"
 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """How a model's forward is called for a loss.
+    """The facts about a model's forward that its fused forward needs.
 
-    head: the path to its head.
-    own_arguments: the options that its loss_function has arguments for, which are the model's.
-    takes_shift_labels: whether shift_labels are the labels of its loss.
-    output_class: the class of its output.
-    makes_loss: whether it makes a torch.nn.CrossEntropyLoss in the forward, which Dynamo calls in a
-        way of its own, that takes only tensors.
-    rebinds: whether that is the name CrossEntropyLoss among the globals of its forward.
+    Attributes:
+        head: the path to the head.
+        own_arguments: the options that are arguments of the model's own loss_function, to which
+            they are left.
+        takes_shift_labels: whether shift_labels are the labels of its loss.
+        output_class: the class of its output.
+        makes_loss: whether it creates a torch.nn.CrossEntropyLoss in each call, for which Dynamo
+            has a trace of its own that takes only tensors.
+        rebinds: whether it does so by the global name CrossEntropyLoss, which a copy of the
+            forward can bind to `TracedLoss`.
     """
 
     head: str
@@ -60,8 +63,11 @@ class LossFacts:
 
 
 class TracedLoss:
-    """Like torch.nn.CrossEntropyLoss, for which Dynamo has a trace of its own that takes only
-    tensors: torch.compile alone runs a copy of a forward that makes one of these in each call."""
+    """The same loss as torch.nn.CrossEntropyLoss, in code that Dynamo traces with deferred logits.
+
+    Dynamo's own trace of CrossEntropyLoss takes only tensors. Under torch.compile a copy of the
+    forward runs that creates a TracedLoss in its place.
+    """
 
     def __init__(
         self, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
@@ -74,16 +80,20 @@ class TracedLoss:
 
 
 def with_traced_loss(forward: Any) -> Any:
-    """A copy of a forward that makes TracedLoss for CrossEntropyLoss, or None if its code does not
-    name that class."""
-    chain = chain_to(forward, MADE)
-    if not chain or opaque(chain) or chain[-1].__globals__.get(MADE) is not nn.CrossEntropyLoss:
+    """Return a copy of a forward that creates TracedLoss for CrossEntropyLoss, or None if its code
+    does not name that class."""
+    chain = chain_to(forward, LOSS_CLASS)
+    if (
+        not chain
+        or opaque(chain)
+        or chain[-1].__globals__.get(LOSS_CLASS) is not nn.CrossEntropyLoss
+    ):
         return None
-    return rebound(forward, {MADE: lambda value: TracedLoss})
+    return rebound(forward, {LOSS_CLASS: lambda value: TracedLoss})
 
 
 def dry_run(model: nn.Module, path: str) -> tuple[LossFacts, dict[str, Any]]:
-    """What is known of a model's loss, and the op's options in it.
+    """Return the facts about a model's loss, and the op's options in it.
 
     The model and the random number generators do not change.
 
@@ -99,17 +109,17 @@ def dry_run(model: nn.Module, path: str) -> tuple[LossFacts, dict[str, Any]]:
 
 
 class _DryHead(DeferringHead):
-    """A head that keeps what reaches its loss."""
+    """A head that records the transforms and the targets of its losses, and computes none."""
 
-    def __init__(self, layer: nn.Linear, names: Names, modules: list[Any]) -> None:
-        super().__init__(layer, [layer], LossOptions(), self._left)
+    def __init__(self, layer: nn.Linear, names: TensorNames, modules: list[Any]) -> None:
+        super().__init__(layer, [layer], ForwardLossOptions(), self._refuse)
         self.names = names
         self.own_modules = modules
-        self.forms: list[Form] = []
+        self.transforms: list[LogitsTransform] = []
         self.targets: list[Tensor] = []
         self.makes_loss = False
 
-    def _left(self, reason: str, operands: tuple[Any, ...]) -> None:
+    def _refuse(self, reason: str, operands: tuple[Any, ...]) -> None:
         found = [self.names[id(x)] for x in operands if id(x) in self.names]
         raise NotAnOp(f"{reason}, with its {found[0]}" if found else reason)
 
@@ -117,8 +127,9 @@ class _DryHead(DeferringHead):
         if target.shape != logits.rows:
             raise ValueError("there are not as many labels as logits")
         self.losses += 1
-        self.forms.append(logits.form)
+        self.transforms.append(logits.transform)
         self.targets.append(target)
+        # A CrossEntropyLoss on the stack that is no child of the model was created in this call.
         frame: Any = sys._getframe()
         while frame is not None:
             caller = frame.f_locals.get("self")
@@ -136,7 +147,7 @@ class _DryRun:
         head = head_of(model, path, sharded=True)
         if isinstance(head, str):
             raise NotAnOp(head)
-        # The loss does not depend on the adapters.
+        # What the forward does to its logits does not depend on the head's adapters.
         self.head = head.base if isinstance(head, LoraHead) else head
         self.forward: Callable[..., Any] = type(model).forward
         self.parameters = inspect.signature(self.forward).parameters
@@ -151,11 +162,13 @@ class _DryRun:
             raise NotAnOp(
                 f"its forward returns a {type(output).__name__}, neither a tuple nor a dict"
             )
-        left = settled(output, skips=True)
-        leaves = pytree.tree_leaves(list(left.values() if isinstance(left, dict) else left))
+        returned = without_deferred(output, skips=True)
+        leaves = pytree.tree_leaves(
+            list(returned.values() if isinstance(returned, dict) else returned)
+        )
         if any(isinstance(leaf, DeferredLogits) for leaf in leaves):
             raise NotAnOp("its forward returns its logits within another value")
-        forms, takes_shift_labels = list(first.forms), False
+        transforms, takes_shift_labels = list(first.transforms), False
         for arguments in self.other_arguments():
             try:
                 _, other = self.once(self.forward, arguments)
@@ -167,7 +180,7 @@ class _DryRun:
                 raise NotAnOp(
                     f"with {', '.join(given)}, {reason}" if given else str(reason)
                 ) from None
-            forms += other.forms
+            transforms += other.transforms
             shifted = arguments.get("shift_labels")
             if shifted is not None and other.targets:
                 takes_shift_labels = torch.equal(other.targets[0], shifted.reshape(-1))
@@ -179,8 +192,10 @@ class _DryRun:
             first.makes_loss,
             first.makes_loss and self.rebinds(),
         )
-        scales, caps = ([getattr(form, n) for form in forms] for n in ("logit_scale", "softcap"))
-        return facts, {"logit_scale": _only(scales), "softcap": _only(caps)}
+        scales, caps = (
+            [getattr(transform, n) for transform in transforms] for n in ("logit_scale", "softcap")
+        )
+        return facts, {"logit_scale": _joined(scales), "softcap": _joined(caps)}
 
     def rebinds(self) -> bool:
         forward = with_traced_loss(self.forward)
@@ -195,16 +210,16 @@ class _DryRun:
         return tuple(name for name in inspect.signature(function).parameters if name in CHECKS)
 
     def other_arguments(self) -> Iterator[dict[str, Any]]:
-        """The arguments of other steps than the first."""
+        """Yield arguments of further calls: another length, then each optional argument alone."""
         yield self.arguments(LENGTHS[1])
         labels = self.arguments(LENGTHS[0])["labels"]
-        ways: dict[str, Any] = {
+        optional: dict[str, Any] = {
             "num_items_in_batch": 3,
             "shift_labels": labels.flip(-1),
             "attention_mask": torch.ones_like(labels),
         }
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        for name, value in ways.items():
+        for name, value in optional.items():
             if takes_any and name != "attention_mask" or name in self.parameters:
                 yield {**self.arguments(LENGTHS[0]), name: value}
 
@@ -227,21 +242,21 @@ class _DryRun:
         layer.weight = nn.Parameter(zero.expand(words, columns))
         if layer.bias is not None:
             layer.bias = nn.Parameter(zero.expand(words))
-        names: Names = {}
+        names: TensorNames = {}
         head = _DryHead(layer, names, list(self.model.modules()))
         model = stand_in(self.model, self.path.split("."), hidden, layer, names)
         place.prepare(layer)
-        before, place.CALLS.active = place.CALLS.active, ((layer, head),)
-        own, classes_asked = set(map(id, (model, layer))), list[Any]()
+        before, place.REPLACED.active = place.REPLACED.active, ((layer, head),)
+        stand_ins, classes_asked = set(map(id, (model, layer))), list[Any]()
 
-        def is_stand_in(one: Any) -> bool:
-            return id(one) in own or isinstance(one, DeferredLogits)
+        def is_stand_in(value: Any) -> bool:
+            return id(value) in stand_ins or isinstance(value, DeferredLogits)
 
         try:
             with watched(is_stand_in, classes_asked):
                 output = forward(model, **arguments)
-            for one in classes_asked:
-                whose = {id(model): "itself", id(layer): "its head"}.get(id(one), "its logits")
+            for value in classes_asked:
+                whose = {id(model): "itself", id(layer): "its head"}.get(id(value), "its logits")
                 raise NotAnOp(f"its forward asks for the class of {whose}")
             if kept := _kept_in(model):
                 raise NotAnOp(f"its forward keeps its logits, in {kept}")
@@ -253,24 +268,24 @@ class _DryRun:
                 f"its forward fails on the CPU with a stub for the body ({first_line(error)})"
             ) from None
         finally:
-            place.CALLS.active = before
+            place.REPLACED.active = before
             head.finish()
 
 
 def _kept_in(model: nn.Module) -> str | None:
-    """The attribute of a model or of a child that holds deferred logits, or None."""
+    """Return the attribute of a model or of a child that holds deferred logits, or None."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if any(isinstance(one, DeferredLogits) for one in pytree.tree_leaves(value)):
+            if any(isinstance(leaf, DeferredLogits) for leaf in pytree.tree_leaves(value)):
                 return f"{path}.{name}".lstrip(".")
     return None
 
 
 class _Fails(NotAnOp):
-    """The model's code fails in a dry run."""
+    """The model's own code raised an exception in a dry run."""
 
 
-def _only(values: list[Any]) -> Any:
-    """The value that all have, or all values, in a text."""
-    found = sorted(set(values), key=str)
-    return found[0] if len(found) == 1 else " or ".join(map(str, found))
+def _joined(values: list[Any]) -> Any:
+    """Return the only distinct value, or a text that lists all of them."""
+    distinct = sorted(set(values), key=str)
+    return distinct[0] if len(distinct) == 1 else " or ".join(map(str, distinct))

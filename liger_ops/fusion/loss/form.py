@@ -1,4 +1,4 @@
-"""What a model does to every logit of its head before the loss, as far as the op computes it."""
+"""The scale, soft cap, bias and cast of logits between the head and the loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ...accepted import is_scale
 
 
 @dataclass(frozen=True)
-class Form:
-    """post * tanh(pre * (logits + bias)), or without tanh unless `capped`.
+class LogitsTransform:
+    """The transform post * tanh(pre * (logits + bias)) of logits, with the tanh only if `capped`.
 
-    pre is multiplier / divisor, kept apart so that a cap of 30 gives the scale 30 / 30. dtype is
-    that of a cast or a sum, None for the dtype of the head's output.
+    pre is multiplier / divisor. The two are kept apart so that a cap of 30 gives the scale 30 / 30.
+    dtype is that of a cast or a sum, or None for the dtype of the head's output.
 
-    Not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
+    It is not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
     """
 
     multiplier: float = 1.0
@@ -38,27 +38,27 @@ class Form:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was done."""
+        """Return whether the logits are those of the head, unchanged."""
         numbers = self.multiplier == self.divisor == 1.0 and not self.capped
         return numbers and self.bias is None and self.dtype is None
 
-    def times(self, factor: float, divisor: float = 1.0) -> Form:
+    def times(self, factor: float, divisor: float = 1.0) -> LogitsTransform:
         if self.capped:
             return replace(self, post=self.post * factor / divisor)
         return replace(self, multiplier=self.multiplier * factor, divisor=self.divisor * divisor)
 
-    def plus(self, bias: Tensor, dtype: torch.dtype) -> Form:
+    def plus(self, bias: Tensor, dtype: torch.dtype) -> LogitsTransform:
         return replace(self, bias=bias.reshape(-1), dtype=torch.promote_types(dtype, bias.dtype))
 
 
 def is_factor(value: Any) -> bool:
-    """Whether a value is a number that the op can scale logits by."""
+    """Return whether a value is a number by which the op can scale logits."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and is_scale(value)
 
 
 def keeps_columns(index: Any, dims: int, columns: int) -> bool:
-    """Whether an index of a tensor of `dims` dimensions chooses rows, and all columns of them."""
+    """Return whether an index of a tensor of `dims` dimensions selects rows, with all columns."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_dims_of(item) for item in items)
     if not any(item is Ellipsis for item in items):

@@ -17,51 +17,52 @@ from .lora import LAYER, LoraHead, adapters_of
 
 
 def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | LoraHead | str:
-    """The torch.nn.Linear that computes the output of a model's head, with the LoRA that is added
-    to it if there is one, or the reason there is none.
+    """Return the torch.nn.Linear that computes the output of a model's head, with the LoRA that is
+    added to it if there is one, or the reason that there is no such layer.
 
     Args:
         model: the model, or an object made from it.
         path: the path from the model to its head.
-        sharded: whether the layer's parameters may be DTensors, which FSDP2 makes plain for a call.
+        sharded: whether the layer's parameters may be DTensors, in whose place FSDP2 sets plain
+            tensors for a call.
     """
     *holders, _ = path.split(".")
     holder: Any = model
     for name in holders:
         holder = getattr(holder, name, None)
-        reason = obstacle_beside(holder, f"its {name}")
+        reason = call_side_effect(holder, f"its {name}")
         if reason is not None:
             return reason
-    return _linear(child_of(model, path), sharded)
+    return _linear_in(child_of(model, path), sharded)
 
 
-def called_for(model: nn.Module, path: str) -> list[Any]:
-    """The modules that a call of a head calls, from the one at the path to the linear layer."""
-    found = [child_of(model, path)]
+def modules_called(model: nn.Module, path: str) -> list[Any]:
+    """Return the modules that a call of a head runs, from the one at `path` to the linear layer."""
+    modules = [child_of(model, path)]
     while True:
-        held = _held_by_peft(found[-1])
-        held = getattr(found[-1], "base_layer", None) if held is None else held
-        if held is None:
-            return found
-        found.append(held)
+        inner = _called_by_peft(modules[-1])
+        inner = getattr(modules[-1], "base_layer", None) if inner is None else inner
+        if inner is None:
+            return modules
+        modules.append(inner)
 
 
-def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
+def _linear_in(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
-        known = head_hooks.are_known(head)
-        reason = obstacle_beside(head, "its head", but_shard=known)
-        if reason is None and known:
+        has_known_hooks = head_hooks.has_known_hooks(head)
+        reason = call_side_effect(head, "its head", allow_sharding=has_known_hooks)
+        if reason is None and has_known_hooks:
             reason = head_hooks.obstacle(head)
         if reason is not None:
             return reason
         # FSDP2's hooks of a module gather what the modules in it hold, too.
-        sharded = sharded or known
+        sharded = sharded or has_known_hooks
         cls = _class_of(head)
         if cls is nn.Linear:
             return _with_plain_tensors(head, sharded)
-        held = _held_by_peft(head)
-        if held is not None:
-            head = held
+        inner = _called_by_peft(head)
+        if inner is not None:
+            head = inner
         elif qualified_name(cls) == LAYER:
             return _with_lora(head, sharded)
         else:
@@ -69,7 +70,7 @@ def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
 
 
 def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
-    base = _linear(layer.base_layer, sharded)
+    base = _linear_in(layer.base_layer, sharded)
     adapters = adapters_of(layer)
     if isinstance(base, str):
         return base
@@ -78,18 +79,18 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     if isinstance(base, LoraHead):
         return f"its head is a {LAYER} of another"
     for name in adapters.names:
-        reason = obstacle_beside(layer.lora_dropout[name], "an adapter of its head")
+        reason = call_side_effect(layer.lora_dropout[name], "an adapter of its head")
         if reason is not None:
             return reason
-    over_words = tensor_parallel.over_words(base) if head_hooks.are_over_words(base) else None
+    over_words = tensor_parallel.over_words(base) if head_hooks.is_over_words(base) else None
     for lora_a, lora_b in adapters.layers:
         if over_words is not None:
-            reason = _over_words(lora_a, lora_b, base, over_words)
+            reason = _sharded_adapter_obstacle(lora_a, lora_b, base, over_words)
             if reason is not None:
                 return reason
             continue
         for part in (lora_a, lora_b):
-            reason = obstacle_beside(part, "an adapter of its head")
+            reason = call_side_effect(part, "an adapter of its head")
             if reason is not None:
                 return reason
             plain = _with_plain_tensors(part, sharded)
@@ -98,41 +99,42 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     return LoraHead(layer, base, adapters.names) if adapters.names else base
 
 
-def _over_words(
+def _sharded_adapter_obstacle(
     lora_a: nn.Linear, lora_b: nn.Linear, head: nn.Linear, over_words: OverWords
 ) -> str | None:
-    """Reason that an adapter of a head that is sharded over words is not computed, or None.
+    """Return the reason to leave an adapter of a head that is sharded over words, or None.
 
-    lora_A is called. lora_B has the head's style, or adds all words to the logits of all words. If
-    peft adds it to a head that is sharded already, it has the rank's words.
+    lora_A is called as it is, with any style. lora_B must be sharded as the head is: by the head's
+    style; or it is whole, and the head gathers the logits of all words. If peft added the adapter
+    to a head that was sharded already, lora_B has the words of the rank.
     """
     what = "an adapter of its head"
-    styled = tensor_parallel.has_style(lora_a)
-    reason = obstacle_beside(lora_a, what, but_shard=styled)
-    styled = tensor_parallel.has_style(lora_b)
-    reason = reason or obstacle_beside(lora_b, what, but_shard=styled)
+    is_styled = tensor_parallel.has_style(lora_a)
+    reason = call_side_effect(lora_a, what, allow_sharding=is_styled)
+    is_styled = tensor_parallel.has_style(lora_b)
+    reason = reason or call_side_effect(lora_b, what, allow_sharding=is_styled)
     if reason is not None:
         return reason
-    if styled:
-        own = tensor_parallel.over_words(lora_b)
-        alike = own is not None and own.gathers == over_words.gathers
+    if is_styled:
+        sharded = tensor_parallel.over_words(lora_b)
+        is_sharded_alike = sharded is not None and sharded.gathers == over_words.gathers
     else:
-        alike = over_words == OverWords(None, True)
-    if not alike or lora_b.weight.shape[0] != head.weight.shape[0]:
+        is_sharded_alike = over_words == OverWords(None, True)
+    if not is_sharded_alike or lora_b.weight.shape[0] != head.weight.shape[0]:
         return f"{what} is not sharded over words as its head is"
     return None
 
 
 def child_of(model: Any, path: str) -> Any:
-    """The module at a path, or None."""
+    """Return the module at a path, or None."""
     for name in path.split("."):
         model = getattr(model, name, None)
     return model
 
 
 def _class_of(module: Any) -> type:
-    # FSDP2 gives a module that it shards by itself a class of its own.
-    # So does a fused model to its head.
+    # FSDP2 gives a class of its own to a module that it shards by itself, and so does `fuse` to
+    # the head of a model.
     return classes.class_before(module) if isinstance(module, nn.Module) else type(module)
 
 
@@ -140,15 +142,19 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
-def obstacle_beside(module: Any, what: str, but_shard: bool = False) -> str | None:
-    """What a call of a module does beside its forward, and beside sharding if `but_shard`."""
+def call_side_effect(module: Any, what: str, allow_sharding: bool = False) -> str | None:
+    """Return what a call of a module does besides its forward, as a reason, or None.
+
+    With `allow_sharding`, hooks and a forward that is set on the instance are allowed: the caller
+    has checked that they are those of sharding.
+    """
     if not isinstance(module, nn.Module):
         return None
-    if is_set_on(module, "forward") and not but_shard:
+    if is_set_on(module, "forward") and not allow_sharding:
         return f"{what} has a forward of its own"
     if module._compiled_call_impl is not None:
         return f"{what} is compiled by itself"
-    return f"{what} has hooks" if has_hooks(module) and not but_shard else None
+    return f"{what} has hooks" if has_hooks(module) and not allow_sharding else None
 
 
 def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
@@ -172,8 +178,8 @@ def parameter_of(head: nn.Linear, name: str) -> Any:
     return dict.get(parameters, name)
 
 
-def _held_by_peft(head: Any) -> Any:
-    """The module whose output a wrapper of peft returns unchanged, or None.
+def _called_by_peft(head: Any) -> Any:
+    """Return the module whose output a wrapper of peft returns unchanged, or None.
 
     peft is recognised by its class names, and need not be installed. Its ModulesToSaveWrapper calls
     the copy of the active adapter, or the original if adapters are disabled or the active adapter

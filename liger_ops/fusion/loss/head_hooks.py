@@ -1,12 +1,14 @@
-"""What runs around the forward of a head that FSDP2, DeepSpeed or tensor parallelism shards.
+"""Run the hooks of a head that FSDP2, DeepSpeed or tensor parallelism shards around its loss.
 
-FSDP2 gathers a head's weight in a hook that runs before its forward, if it shards the head by
-itself, or in a group with the last norm, as accelerate does. It reduces the gradient and frees the
-weight in hooks that it registers there and after the forward. Tensor parallelism makes the head's
-input a DTensor and its output a tensor. A fused loss does not call the head: FSDP2's hooks run
-around the loss instead, and the input is what tensor parallelism makes of it. A head with LoRA is a
-layer of peft's, which FSDP2 may shard, that holds the linear layer that tensor parallelism shards.
-ZeRO-3 of DeepSpeed has hooks on every module, which do what FSDP2's do.
+If FSDP2 shards the head by itself, or in a group with the last norm as accelerate does, it gathers
+the head's weight in a hook before the forward. It reduces the gradient and frees the weight in
+hooks that it registers there and after the forward. ZeRO-3 of DeepSpeed has hooks with these
+effects on every module. Tensor parallelism makes the head's input a DTensor, and its output a
+tensor.
+
+A fused loss does not call the head: FSDP2's hooks run around the loss instead, and the loss is
+given the input that tensor parallelism would make. A head with LoRA is a layer of peft, which FSDP2
+may shard, and which holds the linear layer that tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from ..tensor_parallel import forward_hooks
 from .lora import LoraHead
 
 
-def are_known(head: Any) -> bool:
-    """Whether a head has hooks or a forward of its own, and all of them are FSDP2's, DeepSpeed's or
-    of a style that shards the head over words."""
+def has_known_hooks(head: Any) -> bool:
+    """Return whether a head has hooks or a forward set on the instance, and all of them are those
+    of FSDP2, DeepSpeed or a tensor-parallel style that shards the head over words."""
     if not isinstance(head, nn.Module) or head._backward_hooks or head._backward_pre_hooks:
         return False
     hooks = forward_hooks(head)
@@ -33,28 +35,28 @@ def are_known(head: Any) -> bool:
         return False
     if all(gathers(hook) for hook in hooks) and "forward" not in vars(head):
         return True
-    known = all(gathers(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
-    return known and tensor_parallel.over_words(head) is not None
+    are_known = all(gathers(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
+    return are_known and tensor_parallel.over_words(head) is not None
 
 
-def are_over_words(head: Any) -> bool:
-    """Whether a head's hooks are known, and shard it over words."""
+def is_over_words(head: Any) -> bool:
+    """Return whether a head's hooks are known, and shard it over words."""
     if isinstance(head, LoraHead):
-        return are_over_words(head.base)
-    return are_known(head) and (
+        return is_over_words(head.base)
+    return has_known_hooks(head) and (
         "forward" in vars(head)
         or any(tensor_parallel.is_hook(hook) for hook in forward_hooks(head))
     )
 
 
-def keep_words_apart(head: Any) -> bool:
-    """Whether a head returns the logits of the rank's words alone."""
-    sharded = tensor_parallel.over_words(head) if are_over_words(head) else None
+def keeps_words_apart(head: Any) -> bool:
+    """Return whether a head returns only the logits of the rank's words."""
+    sharded = tensor_parallel.over_words(head) if is_over_words(head) else None
     return sharded is not None and not sharded.gathers
 
 
 def obstacle(head: Any) -> str | None:
-    """Reason that a loss cannot run in the place of the head, or None."""
+    """Return the reason that a loss cannot run between the hooks of a head, or None."""
     if any(gathers(hook, (FSDP,)) for hook in forward_hooks(head)):
         dtype = head._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):
@@ -62,16 +64,22 @@ def obstacle(head: Any) -> str | None:
     return None
 
 
-def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """compute(hidden), between the hooks of FSDP2 or DeepSpeed that a call of the head would run.
+def call_between_hooks(
+    modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tensor
+) -> Tensor:
+    """Return compute(hidden), run between the hooks of FSDP2 or DeepSpeed that a call of the head
+    would run.
 
-    modules: the head, and what it calls in turn.
+    Args:
+        modules: the head, and the modules that a call of it calls in turn.
+        compute: a function of the hidden states that the hooks leave.
+        hidden: the input of the head.
     """
     if not modules:
         return compute(hidden)
     head, *others = modules
     if not isinstance(head, nn.Module):
-        return called(others, compute, hidden)
+        return call_between_hooks(others, compute, hidden)
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
     for key, hook in head._forward_pre_hooks.items():
@@ -83,7 +91,7 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
         else:
             changed = hook(head, args)
             args = args if changed is None else changed
-    loss = called(others, compute, *args)
+    loss = call_between_hooks(others, compute, *args)
     for hook in head._forward_hooks.values():
         if gathers(hook):
             changed = hook(head, args, loss)

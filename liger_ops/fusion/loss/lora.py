@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from .. import tensor_parallel
 
 LAYER = "peft.tuners.lora.layer.Linear"
-# The types of a factor of a LoRA that an op takes as a number. A tensor may have a gradient.
+# The types of a LoRA's factor that an op takes as a number. A tensor may need a gradient.
 NUMBERS = (int, float)
 
 
 class LoraHead:
-    """peft's LoRA Linear and the linear layer that it adds its active adapters to.
+    """A LoRA Linear of peft, and the linear layer to which it adds its active adapters.
 
-    weight and bias are those of the linear layer, other attributes those of peft's layer.
+    weight and bias are those of the linear layer, and other attributes those of peft's layer.
     """
 
     def __init__(self, layer: Any, base: nn.Linear, adapters: list[str]) -> None:
@@ -25,7 +25,7 @@ class LoraHead:
         self.base = base
         self.adapters = adapters
 
-    # FSDP2 sets whole tensors in the place of shards while a loss is computed.
+    # Properties, because FSDP2 sets whole tensors in the place of shards while a loss is computed.
     @property
     def weight(self) -> Tensor:
         return self.base.weight
@@ -42,31 +42,31 @@ class LoraHead:
         return logits
 
     def lora(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """lora_x and lora_b of `linear_cross_entropy_forward`, those of all adapters side by side,
+        """Return lora_x and lora_b of `linear_cross_entropy_forward`, all adapters side by side,
         in the adapters' dtypes.
         """
         return _side_by_side([(x, lora_b.weight) for x, lora_b in self._products(hidden)])
 
     def lora_over_words(self, hidden: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """lora_x and lora_b as DTensors: lora_x with the placement of x, the layer's input as a
-        DTensor, and lora_b sharded over words."""
-        found = self._products(hidden)
-        return _side_by_side([tensor_parallel.adapter(lora_b, of, x) for of, lora_b in found])
+        """Return lora_x and lora_b as DTensors: lora_x with the placement of x, which is the
+        layer's input as a DTensor, and lora_b sharded over words."""
+        products = self._products(hidden)
+        return _side_by_side([tensor_parallel.adapter(lora_b, of, x) for of, lora_b in products])
 
     def _products(self, hidden: Tensor) -> list[tuple[Tensor, nn.Linear]]:
-        """The input of each adapter's lora_B, scaled, and lora_B.
+        """Return the scaled input of each adapter's lora_B, with lora_B.
 
         The modules of peft's layer are called as it calls them, so that dropout draws the same
         mask.
         """
         layer = self.layer
-        x, found = hidden, []
+        x, products = hidden, []
         for name in self.adapters:
             lora_a = layer.lora_A[name]
             x = layer._cast_input_dtype(x, lora_a.weight.dtype)
             lora_x = lora_a(layer.lora_dropout[name](x)) * layer.scaling[name]
-            found.append((lora_x, layer.lora_B[name]))
-        return found
+            products.append((lora_x, layer.lora_B[name]))
+        return products
 
 
 def _side_by_side(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -77,14 +77,14 @@ def _side_by_side(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class Adapters(NamedTuple):
-    """The names of a layer's active adapters, and lora_A and lora_B of each."""
+    """The names of a layer's active adapters, and the pair lora_A, lora_B of each."""
 
     names: list[str]
     layers: list[tuple[nn.Linear, nn.Linear]]
 
 
 def adapters_of(layer: Any, whose: str = "its head") -> Adapters | str:
-    """The adapters that peft's LoRA Linear adds in a call, or why the op does not compute them.
+    """Return the adapters that peft's LoRA Linear adds in a call, or why the op cannot do so.
 
     Adapters that are neither merged nor disabled add lora_B(lora_A(dropout(x))) * scaling each. The
     variants of LoRA, such as DoRA, compute something else, and are left to peft.

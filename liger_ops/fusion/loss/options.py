@@ -1,4 +1,4 @@
-"""The options that a call may give the loss, beyond those of transformers' loss functions."""
+"""The options of the loss that a call of a fused model takes, beyond those of transformers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 
 from ...ops.losses.cross_entropy import OPTIONS
 
-# Options of cross_entropy. The head has those of its logits.
+# Options of cross_entropy that a call takes. softcap and logit_scale come from the model's code.
 NUMBERS = tuple(name for name in OPTIONS if name not in ("reduction", "softcap", "logit_scale"))
-OF_LOSS = ("reduction", *NUMBERS)
-OF_HEAD = ("accum_dtype", "chunk_bytes")
+LOSS_OPTIONS = ("reduction", *NUMBERS)
+HEAD_OPTIONS = ("accum_dtype", "chunk_bytes")
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """The arguments that a fused forward adds for its loss, by their names, but for those that have
-    their default values.
+class ForwardLossOptions:
+    """The options of the loss in one call of a fused forward.
 
-    Not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
+    `asked` holds those that differ from their defaults, by name.
+
+    It is not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
     """
 
     asked: dict[str, Any] = field(default_factory=dict)
@@ -34,15 +35,15 @@ class LossOptions:
     def wants_predicted(self) -> bool:
         return "return_token_accuracy" in self.asked or "return_predicted_tokens" in self.asked
 
-    def of(self, names: Collection[str]) -> dict[str, Any]:
+    def select(self, names: Collection[str]) -> dict[str, Any]:
         return {name: value for name, value in self.asked.items() if name in names}
 
 
-# For each option: the types that are valid, whether a value is, and the text of what is valid.
+# For each option: the valid types, whether a value of them is valid, and a text that says so.
 Check = tuple[tuple[type, ...], Callable[[Any], bool], str]
 
 
-def _of_number(accepted: Any) -> Check:
+def _number_check(accepted: Any) -> Check:
     return (int, float), accepted.holds, f"a number {accepted.text.removeprefix('a number ')}"
 
 
@@ -53,7 +54,7 @@ CHECKS: dict[str, Check] = {
         lambda value: value in ("mean", "sum", "none"),
         "'mean', 'sum' or 'none'",
     ),
-    **{name: _of_number(OPTIONS[name]) for name in NUMBERS},
+    **{name: _number_check(OPTIONS[name]) for name in NUMBERS},
     "use_token_scaling": _FLAG,
     "return_token_accuracy": _FLAG,
     "return_predicted_tokens": _FLAG,
@@ -66,9 +67,9 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def taken_from(
+def split_options(
     name: str, kwargs: dict[str, Any], names: tuple[str, ...]
-) -> tuple[LossOptions, dict[str, Any]]:
+) -> tuple[ForwardLossOptions, dict[str, Any]]:
     """Split the arguments of a call into the options and the other arguments.
 
     Args:
@@ -77,13 +78,15 @@ def taken_from(
         names: the options to take; other arguments are the model's own.
 
     Raises:
-        TypeError, ValueError: an option has a wrong type or value.
+        TypeError: an option has a wrong type.
+        ValueError: an option has a wrong value, or num_items_in_batch comes with another reduction
+            than "mean".
     """
     given = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
     rest = {key: value for key, value in kwargs.items() if key not in names}
     for key, value in given.items():
         types, is_value, accepted = CHECKS[key]
-        # A bool is an int.
+        # isinstance(True, int) holds, and True is no number of bytes.
         if not isinstance(value, types) or isinstance(value, bool) and bool not in types:
             raise TypeError(f"{name}: {key} must be {accepted}, got {type(value).__name__}")
         if not is_value(value):
@@ -95,4 +98,4 @@ def taken_from(
         )
     # Every default is false or "mean".
     asked = {key: value for key, value in given.items() if value and value != "mean"}
-    return LossOptions(asked), rest
+    return ForwardLossOptions(asked), rest

@@ -1,4 +1,4 @@
-"""Remove deferred logits from the output of a forward, or add values to it."""
+"""Remove deferred logits from the output of a forward, and add values to it."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from torch import Tensor
 from .deferred import deferral_of
 
 # Cache: class of outputs -> class with the additional fields. It is filled when a model is fused,
-# because torch.compile cannot trace the making of a class.
+# because torch.compile cannot trace the creation of a class.
 _EXTENDED: dict[type, type] = {}
 
 
-# Why the logits are computed, if nothing else needs them.
+# The reason that the logits are computed if no operation needed them.
 NO_LOSS = "its forward computed no loss of its head's logits"
 
 
-# Cache: class of outputs -> class of those without logits, which warns where they are read.
+# Cache: class of outputs -> class for outputs without logits, which warns if they are read.
 _SKIPPING: dict[type, type] = {}
 
-# Packages that read every field of an output.
+# Packages whose code reads every field of an output, and gets no warning.
 _READERS = ("transformers.utils", "dataclasses", "copy", "pprint", "torch", "liger_ops")
 
 
-def settled(output: Any, skips: bool) -> Any:
-    """A model's output with logits in the place of deferred ones, or, if it skips them and nothing
-    needed them, without them, in the form that transformers gives absent values."""
+def without_deferred(output: Any, skips: bool) -> Any:
+    """Return a model's output without deferred logits.
 
-    def stays(value: Any) -> bool:
+    If `skips`, deferred logits that nothing needed are left out, as transformers leaves out absent
+    values; otherwise they are computed.
+    """
+
+    def is_kept(value: Any) -> bool:
         deferral = deferral_of(value)
         return not skips or deferral is None or deferral.value is not None
 
     def real(value: Any) -> Any:
         deferral = deferral_of(value)
-        return value if deferral is None else deferral.computed(NO_LOSS)
+        return value if deferral is None else deferral.compute(NO_LOSS)
 
     if isinstance(output, tuple):
-        return tuple(real(value) for value in output if stays(value))
+        return tuple(real(value) for value in output if is_kept(value))
     if not isinstance(output, dict):
         return output
-    values = {name: real(value) for name, value in output.items() if stays(value)}
-    made = type(output)(**values)
-    skipping = _SKIPPING.get(type(output))
-    if skipping and len(values) < len(output) and not torch.compiler.is_compiling():
-        made.__class__ = skipping
-    return made
+    values = {name: real(value) for name, value in output.items() if is_kept(value)}
+    result = type(output)(**values)
+    output_class = _SKIPPING.get(type(output))
+    if output_class and len(values) < len(output) and not torch.compiler.is_compiling():
+        result.__class__ = output_class
+    return result
 
 
 def extend(output: Any, values: dict[str, Tensor]) -> Any:
-    """A model's output with more values: at the end of a tuple, otherwise by name."""
+    """Return a model's output with more values: at the end of a tuple, otherwise by name."""
     if not values:
         return output
     if isinstance(output, tuple):
@@ -67,10 +70,10 @@ def extend(output: Any, values: dict[str, Tensor]) -> Any:
 
 
 def prepare(cls: type) -> None:
-    """Make the classes of extended outputs of `cls`, and of those without logits.
+    """Create the classes for outputs of `cls` with more values, and for those without logits.
 
-    For a dataclass, such as a ModelOutput of transformers, it is a subclass with two more fields;
-    any other class takes the values as it is.
+    A dataclass, such as a ModelOutput of transformers, gets a subclass with two more fields; any
+    other class takes more values as it is.
     """
     if cls in _EXTENDED:
         return
@@ -78,7 +81,7 @@ def prepare(cls: type) -> None:
         _EXTENDED[cls] = cls
         return
     if any(field.name == "logits" for field in dataclasses.fields(cls)):
-        _SKIPPING[cls] = _skipping(cls)
+        _SKIPPING[cls] = _class_without_logits(cls)
     fields = {"token_accuracy": "Tensor | None", "predicted_tokens": "Tensor | None"}
     namespace = {
         "__module__": cls.__module__,
@@ -92,16 +95,17 @@ def prepare(cls: type) -> None:
 
 
 def _reads_all(frame: Any) -> bool:
-    """Whether the code of a frame reads every field, such as the methods that dataclasses makes."""
+    """Return whether the code of a frame reads every field of an output, and asks for none."""
+    # The methods that dataclasses generates have the file name "<string>".
     name = str(frame.f_globals.get("__name__"))
     return name.startswith(_READERS) or frame.f_code.co_filename == "<string>"
 
 
-def _skipping(cls: type) -> type:
-    """A class of outputs in which reading absent logits gives None, and a warning that says why.
+def _class_without_logits(cls: type) -> type:
+    """Create the class of outputs whose absent logits read as None, with a warning that says why.
 
-    They are not computed then: the weights may have changed since, or may be sharded outside of the
-    forward, and dropout would draw another mask.
+    They are not computed when they are read: the weights may have changed since, or may be sharded
+    outside of the forward, and dropout would draw another mask.
     """
 
     def read(self: Any) -> Any:
@@ -129,10 +133,10 @@ def _skipping(cls: type) -> type:
 
 
 def _reduce(self: Any) -> Any:
-    """Pickle as the class that it extends, which can be imported, and the values."""
-    return _rebuilt, (type(self).__mro__[1], dict(self))
+    """Pickle the class that this one extends, which can be imported, and the values."""
+    return _rebuild, (type(self).__mro__[1], dict(self))
 
 
-def _rebuilt(cls: type, values: dict[str, Any]) -> Any:
+def _rebuild(cls: type, values: dict[str, Any]) -> Any:
     prepare(cls)
     return _EXTENDED[cls](**values)

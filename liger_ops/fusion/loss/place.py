@@ -1,8 +1,9 @@
-"""The head of a model, whose calls are those of another head while the model is called.
+"""Replace the calls of a model's head during one call of the model.
 
-The model's own forward runs, with the model itself for `self` and its own head, whose class has a
-`__call__` that looks for the head in a list of this thread. Nothing is written to the model, so
-that calls in other threads, and calls that raise, do not interfere. torch.compile traces it.
+The model's own forward runs, on the model itself with its own head. The class of the head gets a
+`__call__` that looks for a replacement in a list of the current thread. Nothing is written to the
+model, so that calls in other threads, and calls that raise, do not interfere. torch.compile traces
+the look-up.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from .. import classes
 HEAD = "head of a loss"
 
 
-class _Calls(threading.local):
-    """The heads that are called in this thread, and what is called in the place of each."""
+class _ReplacedHeads(threading.local):
+    """Pairs of a head and its replacement in the current thread, the outermost model's first."""
 
     active: tuple[tuple[Any, Any], ...] = ()
 
 
-CALLS = _Calls()
+REPLACED = _ReplacedHeads()
 
 
-def is_active(head: Any) -> bool:
-    """Whether something else is called in the place of a head."""
-    return any(one is head for one, _ in CALLS.active)
+def is_replaced(head: Any) -> bool:
+    """Return whether the calls of a head are replaced."""
+    return any(replaced is head for replaced, _ in REPLACED.active)
 
 
 @classes.kind(HEAD, counts=False)
@@ -37,23 +38,23 @@ def methods(base: Any, facts: None) -> dict[str, Any]:
     original = base.__call__
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for head, other in CALLS.active:
+        for head, replacement in REPLACED.active:
             if head is self:
-                return other(*args, **kwargs)
+                return replacement(*args, **kwargs)
         return original(self, *args, **kwargs)
 
     return {"__call__": called, "_liger_ops_call": original}
 
 
-def call(head: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a head itself returns."""
+def call_itself(head: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a head itself, also while its calls are replaced."""
     if hasattr(type(head), "_liger_ops_call"):
         return head._liger_ops_call(*args, **kwargs)
     return head(*args, **kwargs)
 
 
 def prepare(head: Any) -> str | None:
-    """Give a head's class its `__call__`, if it has none; the reason, if it cannot get one."""
+    """Give the head a class whose `__call__` can be replaced, or return why it cannot get one."""
     if not isinstance(head, nn.Module):
         return "its head is not a module"
     if HEAD in classes.overrides(head):

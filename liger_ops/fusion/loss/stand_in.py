@@ -12,16 +12,25 @@ from ..probing import DEVICE, NotAnOp
 from .deferred import DeferredLogits
 
 # id of a tensor -> its name in the model.
-Names = dict[int, str]
+TensorNames = dict[int, str]
 
 
 def stand_in(
-    module: nn.Module, path: list[str], hidden: Tensor, head: nn.Module, names: Names,
+    module: nn.Module, path: list[str], hidden: Tensor, head: nn.Module, names: TensorNames,
     prefix: str = "",
 ) -> nn.Module:  # fmt: skip
-    """A module in training mode, with stubs for all children except those on the path to its head.
+    """Copy a module, in training mode and with stubs for the children that are not on `path`.
 
-    Its own parameters and buffers are others of the same shapes, on the CPU, which take no memory.
+    In the copy, the module's own parameters and buffers are zeros of the same shapes on the CPU,
+    which take no memory.
+
+    Args:
+        module: a language model, or a module on the path.
+        path: the names of the children that lead from `module` to the head.
+        hidden: the hidden states that the stubs return.
+        head: the module in the place of the head.
+        names: filled with the names of the model's tensors.
+        prefix: the path from the model to `module`, with a dot at its end.
     """
     if not path:
         return head
@@ -57,8 +66,8 @@ def _like(tensor: Tensor | None) -> Tensor | None:
 
 
 class _Body(nn.Module):
-    """Stub for a child: returns hidden states that it is given, and otherwise makes them. With
-    deferred logits it is the child itself."""
+    """A stub for a child: it returns the hidden states that it is given, or `hidden` if it is given
+    none. Called with deferred logits, it runs the child itself."""
 
     def __init__(self, child: nn.Module, name: str, hidden: Tensor) -> None:
         super().__init__()
@@ -87,7 +96,7 @@ class _Body(nn.Module):
 
 
 class _BodyOutput(OrderedDict[str, Any]):
-    """Like a ModelOutput of transformers: an absent field is None."""
+    """An output like a ModelOutput of transformers: an absent field is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The loss of a language model, from hidden states and its head or from logits."""
+"""Compute the loss of a language model, from hidden states and its head or from logits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...ops.losses.cross_entropy import cross_entropy_forward
 from ..tensor_parallel import as_input
 from .deferral import Deferral
 from .lora import LoraHead
-from .options import OF_HEAD, OF_LOSS, LossOptions
+from .options import HEAD_OPTIONS, LOSS_OPTIONS, ForwardLossOptions
 
-# The result of either source's `results`: (loss, lse, target_logit, predicted_tokens), the last is
-# None unless it is asked for.
+# The result of `LossSource.results`: loss, lse, target_logit, and predicted_tokens, which are None
+# unless they are asked for.
 Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 
-class Source(Protocol):
-    """What a loss is computed from. `tokens` is the shape of a value for each of its tokens."""
+class LossSource(Protocol):
+    """The tensors from which a loss is computed. `tokens` is the shape of a value per token."""
 
     tokens: tuple[int, ...]
 
@@ -32,33 +32,38 @@ class Source(Protocol):
     def results(self, target: Tensor, **options: Any) -> Results: ...
 
     def probability(self, target: Tensor, ignore_index: int) -> Tensor:
-        """The probability of each token's target."""
+        """Return the probability of each token's target."""
         _, lse, target_logit, _ = self.results(target, reduction="none", ignore_index=ignore_index)
         return torch.exp(target_logit - lse)
 
 
-def _head_options(logits: Deferral, options: LossOptions) -> dict[str, Any]:
-    """Options of the ops that compute a loss from a head."""
-    form = logits.form
-    return {"softcap": form.softcap, "logit_scale": form.logit_scale, **options.of(OF_HEAD)}
+def _head_options(logits: Deferral, options: ForwardLossOptions) -> dict[str, Any]:
+    """Return the options of an op that computes a loss from a head."""
+    transform = logits.transform
+    return {
+        "softcap": transform.softcap,
+        "logit_scale": transform.logit_scale,
+        **options.select(HEAD_OPTIONS),
+    }
 
 
-class OfHidden(Source):
-    """The loss, computed from the hidden states of logits and a head."""
+class HeadLoss(LossSource):
+    """The loss of hidden states and a head."""
 
     def __init__(
         self, logits: Deferral, hidden: Tensor,
-        head: nn.Linear | LoraHead, options: LossOptions,
+        head: nn.Linear | LoraHead, options: ForwardLossOptions,
     ) -> None:  # fmt: skip
         self.tokens = logits.tokens
+        # Hooks that gather the weight may have cast the hidden states: their rows are chosen again.
         rows = logits.hidden if hidden is logits.call.hidden else logits.rows_of(hidden)
         self.x = rows.reshape(-1, hidden.shape[-1])
         self.weight = head.weight
         self.bias: Tensor | None = head.bias
-        if logits.form.bias is not None:
-            added = logits.form.bias.to(head.weight.dtype)
-            self.bias = added if head.bias is None else head.bias + added
-        # Drawn once, because dropout may come before the LoRA.
+        if logits.transform.bias is not None:
+            class_bias = logits.transform.bias.to(head.weight.dtype)
+            self.bias = class_bias if head.bias is None else head.bias + class_bias
+        # Computed once for all results, because the LoRA may have a dropout, which draws a mask.
         self.lora_x: Tensor | None = None
         self.lora_b: Tensor | None = None
         if isinstance(head, LoraHead):
@@ -91,12 +96,12 @@ class OfHidden(Source):
         return loss, lse, target_logit, predicted
 
 
-class OfShardedHead(Source):
-    """The loss, computed from hidden states and a head that is sharded over words."""
+class ShardedHeadLoss(LossSource):
+    """The loss of hidden states and a head that is sharded over words."""
 
     def __init__(
         self, logits: Deferral, hidden: Tensor,
-        head: nn.Linear | LoraHead, options: LossOptions,
+        head: nn.Linear | LoraHead, options: ForwardLossOptions,
     ) -> None:  # fmt: skip
         layer = head.base if isinstance(head, LoraHead) else head
         self.x, self.weight, self.bias = as_input(layer, hidden), head.weight, head.bias
@@ -124,8 +129,8 @@ class OfShardedHead(Source):
         return torch.exp(-self.loss(target, reduction="none", ignore_index=ignore_index))
 
 
-class OfLogits(Source):
-    """The loss, computed from logits that are already scaled and capped."""
+class LogitsLoss(LossSource):
+    """The loss of computed logits, which are scaled and capped already."""
 
     def __init__(self, logits: Deferral) -> None:
         assert logits.value is not None
@@ -141,17 +146,23 @@ class OfLogits(Source):
         return loss, lse, target_logit, predicted
 
 
-def value_of(
-    source: Source, target: Tensor, own: dict[str, Any], options: LossOptions
+def loss_of(
+    source: LossSource, target: Tensor, model_options: dict[str, Any], options: ForwardLossOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and other values that the options ask for, by name.
+    """Return the loss, and the further values that the options ask for, by name.
 
-    own: ignore_index, reduction and label_smoothing of the model's own cross_entropy, which options
-    other than the defaults replace. Token scaling multiplies each token's loss by the probability
-    of its target, as a constant; the mean still divides by the number of tokens.
+    Token scaling multiplies each token's loss by the probability of its target, as a constant; the
+    mean still divides by the number of tokens.
+
+    Args:
+        source: the tensors from which the loss is computed.
+        target: the labels, one per token, in one dimension.
+        model_options: ignore_index, reduction and label_smoothing of the model's own
+            cross_entropy. The options replace them where they differ from the defaults.
+        options: the options of the call.
     """
-    ignore_index, asked = own["ignore_index"], options.asked
-    arguments: dict[str, Any] = {**own, **options.of(OF_LOSS)}
+    ignore_index, asked = model_options["ignore_index"], options.asked
+    arguments: dict[str, Any] = {**model_options, **options.select(LOSS_OPTIONS)}
     reduction = arguments["reduction"]
     if "use_token_scaling" in asked:
         with torch.no_grad():
@@ -162,10 +173,10 @@ def value_of(
         loss, _, _, predicted = source.results(target, **arguments, return_predicted=True)
     else:
         loss, predicted = source.loss(target, **arguments), None
-    beside = {}
+    extra = {}
     if predicted is not None and "return_token_accuracy" in asked:
-        beside["token_accuracy"] = token_accuracy(predicted, target, ignore_index)
+        extra["token_accuracy"] = token_accuracy(predicted, target, ignore_index)
     if predicted is not None and "return_predicted_tokens" in asked:
-        beside["predicted_tokens"] = predicted.reshape(source.tokens)
-    each = reduction == "none" and "reduction" in asked
-    return loss.reshape(source.tokens) if each else loss, beside
+        extra["predicted_tokens"] = predicted.reshape(source.tokens)
+    is_per_token = reduction == "none" and "reduction" in asked
+    return loss.reshape(source.tokens) if is_per_token else loss, extra

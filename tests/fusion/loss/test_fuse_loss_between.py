@@ -20,7 +20,7 @@ from fused_families import VOCABULARY
 from liger_ops.fusion import loss
 from liger_ops.fusion.loss.calls import DeferringHead
 from liger_ops.fusion.loss.deferred import deferral_of
-from liger_ops.fusion.loss.options import LossOptions
+from liger_ops.fusion.loss.options import ForwardLossOptions
 from small_configs import HIDDEN, small
 
 
@@ -306,7 +306,7 @@ def test_operations_on_rows(operate: Callable[[Any], Any]) -> None:
     layer, hidden = nn.Linear(8, VOCABULARY), torch.randn(2, 5, 8)
     said: list[str] = []
     head = DeferringHead(
-        layer, [layer], LossOptions(), lambda reason, operands: said.append(reason)
+        layer, [layer], ForwardLossOptions(), lambda reason, operands: said.append(reason)
     )
     expected = operate(layer(hidden))
     logits = operate(head(hidden))

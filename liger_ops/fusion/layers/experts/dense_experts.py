@@ -1,7 +1,7 @@
-"""A layer whose experts each compute every token, as Llama 4's: it calls moe_experts.
+"""Layers whose experts each compute every token, as in Llama 4: the forward calls moe_experts.
 
-The new forward calls the same children, the router too, but for the experts. That a token has no
-more scores than the op computes is proved from the router's code, which is traced with the layer's.
+The new forward calls the same children, the router included, except for the experts. The router's
+code is traced with the layer's, which proves that a token has no more scores than the op computes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from ...planning import Plan
 from ...probing import NotAnOp
 from ...sharding import shape_of
 from ...trace import ANY_SIZES
-from ..gated import takes_one
-from ..installed import Called, Facts
+from ..gated import takes_one_argument
+from ..installed import ModuleFacts, OpCaller
 from ..kind import Kind, argument_obstacle, has_state, obstacle, parameter_obstacle, state_obstacle
 from ..module_trace import Case, FailsInTrace, names_of
-from ..program import Program, Step
+from ..program import Program, ProgramStep
 
 
 class DenseExperts(Kind):
-    """It is the same in every dtype and mode. A finding is of the experts, not of the layer.
+    """Layers with such experts, the same in every dtype and mode. A finding names the experts, not
+    the layer.
 
-    taken: experts in a layer that is fused. reasons: why the layer of others is left.
+    Attributes:
+        taken: the experts in layers that are fused.
+        reasons: for other experts, the reason that their layer is left.
     """
 
     name = "dense experts"
@@ -51,16 +54,20 @@ class DenseExperts(Kind):
             reason := parameter_obstacle(experts, f"{name}.")
         ):
             return reason
-        return obstacle(module) or state_obstacle(module) or argument_obstacle(module, takes_one)
+        return (
+            obstacle(module)
+            or state_obstacle(module)
+            or argument_obstacle(module, takes_one_argument)
+        )
 
-    def called(self, module: nn.Module) -> Collection[str]:
+    def called_children(self, module: nn.Module) -> Collection[str]:
         children = module.named_children()
-        return [name for name, one in children if has_state(one) and not one._parameters]
+        return [name for name, child in children if has_state(child) and not child._parameters]
 
-    def kept(self, module: nn.Module) -> Collection[str]:
+    def traced_children(self, module: nn.Module) -> Collection[str]:
         experts = _experts(module)
         children = module.named_children()
-        return [name for name, one in children if one._parameters and name != experts]
+        return [name for name, child in children if child._parameters and name != experts]
 
     def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
         (name,) = names_of(module.forward)
@@ -96,7 +103,7 @@ class DenseExperts(Kind):
         self.taken.add(child)
 
     @staticmethod
-    def caller(facts: Facts, op: Step, i: int) -> Called:
+    def caller(facts: ModuleFacts, op: ProgramStep, i: int) -> OpCaller:
         def experts(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor | None:
             are_plain = type(gate_up) is type(down) is Tensor
             return moe_experts(x, gate_up, down, *rest) if are_plain else None
@@ -105,11 +112,13 @@ class DenseExperts(Kind):
 
 
 def _experts(module: nn.Module) -> str:
-    """The child with two weights of matrices and no `_apply_gate`, or "" if that is not one."""
+    """Return the name of the only child with two weights of three dimensions and no `_apply_gate`,
+    or "" if there is not exactly one."""
     found = [
         name
         for name, child in module.named_children()
         if not hasattr(type(child), "_apply_gate")
-        and [len(shape_of(one)) for one in child.parameters(recurse=False)].count(3) == 2
+        and [len(shape_of(parameter)) for parameter in child.parameters(recurse=False)].count(3)
+        == 2
     ]
     return found[0] if len(found) == 1 else ""

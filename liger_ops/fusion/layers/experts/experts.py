@@ -2,8 +2,8 @@
 
 transformers keeps the weights of all experts of a layer in one module. Its forward is one of
 `ALL_EXPERTS_FUNCTIONS`, which the configuration names, and calls the module's method `_apply_gate`
-with projections, gate and up in one tensor, or without a gate its child `act_fn`. These say what
-the activation is; the other facts are attributes of the module.
+with projections, gate and up in one tensor, or without a gate its child `act_fn`. A trace of these
+gives the activation; the other facts are attributes of the module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...planning import Plan
 from ...probing import NotAnOp
 from ...versions import read
 from ..gated import Gated
-from ..installed import Facts, arranging, methods_of
+from ..installed import ModuleFacts, argument_arranger, methods_of
 from ..kind import obstacle, parameter_obstacle
 from ..module_trace import ModuleTrace, Traced
 from ..program import Program, Value
@@ -45,7 +45,8 @@ UNGATED = ("up_proj", "down_proj", "up_proj_bias", "down_proj_bias")
 
 
 class Experts(Gated):
-    """`Facts.form` is the options of moe_experts, or why only the activation is an op's."""
+    """Experts of transformers. `ModuleFacts.details` are the options of moe_experts, or the reason
+    that only the activation is replaced by an op."""
 
     name = "experts"
     method = "_apply_gate"
@@ -53,7 +54,7 @@ class Experts(Gated):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.dense = DenseExperts(model)
-        # The experts in wrappers of peft, and whether the wrappers are fused.
+        # Experts in wrappers of peft -> whether the wrappers are fused.
         self.wrapped: dict[nn.Module, bool] = {}
 
     def is_expected(self, name: str, module: nn.Module) -> bool:
@@ -74,22 +75,24 @@ class Experts(Gated):
             return f"its experts_implementation is 'eager', which does not call {self.method}"
         return None
 
-    def found(self, module: nn.Module) -> Facts:
+    def derive_facts(self, module: nn.Module) -> ModuleFacts:
         if read(module, "has_gate"):
-            return super().found(module)
+            return super().derive_facts(module)
         activation = _Activation(module)
         trace = ModuleTrace(activation, (), self.method)
-        facts = self.verified(activation, trace, None)
-        options = _options(facts.program) if _looks_up(classes.class_of(module)) else NO_REGISTRY
-        reason = options if isinstance(options, str) else _left(module)
+        facts = self.verify_form(activation, trace, None)
+        options = (
+            _options(facts.program) if _is_looked_up(classes.class_of(module)) else NO_REGISTRY
+        )
+        reason = options if isinstance(options, str) else _reason_left(module)
         if reason:
             raise NotAnOp(f"its experts have no gate, and {reason}")
-        return replace(facts, form=options)
+        return replace(facts, details=options)
 
-    def form_of(
+    def details_of(
         self, module: nn.Module, form: Any, traced: Traced, program: Program
     ) -> tuple[tuple[str, Any], ...] | str:
-        return _options(program) if _looks_up(classes.class_of(module)) else NO_REGISTRY
+        return _options(program) if _is_looked_up(classes.class_of(module)) else NO_REGISTRY
 
     def look(self, plan: Plan, name: str, module: nn.Module) -> None:
         if peft_experts.is_wrapper(module):
@@ -103,23 +106,23 @@ class Experts(Gated):
         if len(plan.changes) == fused:
             return
         facts = self.facts(module)
-        reason = facts.form if isinstance(facts.form, str) else _left(module)
+        reason = facts.details if isinstance(facts.details, str) else _reason_left(module)
         if reason is None:
-            # The activation is within the op.
+            # moe_experts computes the activation too: one finding for the module.
             plan.findings.pop()
             if not self.wrapped.get(module):
-                plan.fuse(name, module, "moe_experts", dict(facts.form))
+                plan.fuse(name, module, "moe_experts", dict(facts.details))
         elif reason != NO_REGISTRY:
             plan.leave(name, module, f"only its activation is fused: {reason}")
 
     def look_at_wrapper(self, plan: Plan, name: str, wrapper: Any) -> None:
-        """Look at the outermost wrapper of fused experts, or of experts that will be."""
+        """Plan the outermost wrapper of experts that are fused, or that this plan fuses."""
         module = peft_experts.wrapped(wrapper)
         if module in self.wrapped or peft_experts.NAME in classes.overrides(wrapper):
             return
         try:
             facts = classes.overrides(module).get(self.name) or self.facts(module)
-            is_fused = not (isinstance(facts.form, str) or _left(module))
+            is_fused = not (isinstance(facts.details, str) or _reason_left(module))
         except NotAnOp:
             is_fused = False
         reason: Any = f"its {classes.class_of(module).__name__} is not fused"
@@ -129,10 +132,10 @@ class Experts(Gated):
         if isinstance(reason, str):
             plan.leave(name, wrapper, f"the weights are formed with their LoRA: {reason}")
             return
-        plan.fuse(name, wrapper, "moe_experts", {**dict(facts.form), "lora": True})
+        plan.fuse(name, wrapper, "moe_experts", {**dict(facts.details), "lora": True})
         plan.changes.append(lambda: classes.override(wrapper, peft_experts.NAME, None))
 
-    def install(self, module: nn.Module, facts: Facts) -> None:
+    def install(self, module: nn.Module, facts: ModuleFacts) -> None:
         super().install(module, facts)
         style = tensor_parallel.style_of(module)
         if style is not None:
@@ -140,15 +143,15 @@ class Experts(Gated):
         tensor_parallel.dispatch_to_class(module)
 
     @classmethod
-    def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
-        made = {} if isinstance(facts.form, str) else _forwards(base, facts)
-        if facts.form != RELU_SQUARED:
+    def methods(cls, base: Any, facts: ModuleFacts) -> dict[str, Any]:
+        made = {} if isinstance(facts.details, str) else _forwards(base, facts)
+        if facts.details != RELU_SQUARED:
             made |= methods_of(cls.method, cls.caller, base, facts)
         return made
 
 
 class _Activation(nn.Module):
-    """The activation of experts without a gate, in the place of a gated one."""
+    """A module that computes the activation of experts without a gate as its `_apply_gate`."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -163,7 +166,8 @@ NO_REGISTRY = "its forward is not one that transformers looks up by experts_impl
 
 
 def _options(program: Program) -> tuple[tuple[str, Any], ...] | str:
-    """The options of moe_experts with the activation of a program."""
+    """Return the options of moe_experts with the activation of a program, or the reason that it has
+    none."""
     (op, *others), options = program.steps, program.ops[0].options()
     if op.name == "relu_squared" and not others:
         return RELU_SQUARED
@@ -181,12 +185,12 @@ def _options(program: Program) -> tuple[tuple[str, Any], ...] | str:
     return (("activation", "clamped_swiglu"), *options.items())
 
 
-def _looks_up(cls: Any) -> bool:
+def _is_looked_up(cls: Any) -> bool:
     return getattr(cls.forward, "__globals__", {}).get("__name__") == REGISTRY
 
 
-def _left(module: Any) -> str | None:
-    """Why the products of a module's experts are left, or None."""
+def _reason_left(module: Any) -> str | None:
+    """Return the reason that the matrix products of a module's experts are left, or None."""
     if read(module, "has_post_expert_norm"):
         return "its experts have a norm after them (has_post_expert_norm)"
     if _implementation(module) not in REPLACED:
@@ -195,7 +199,7 @@ def _left(module: Any) -> str | None:
         tensor_parallel.style_of(module) or tensor_parallel.dispatchers_of(module)
     ):
         return "the instance has a forward of its own"
-    missing = [one for one in _names(module)[:2] if module._parameters.get(one) is None]
+    missing = [name for name in _names(module)[:2] if module._parameters.get(name) is None]
     if missing:
         return f"it has no parameter {missing[0]}"
     return None if sharding.is_managed(module) else parameter_obstacle(module)
@@ -213,11 +217,11 @@ def _has_method(module: nn.Module, name: str) -> bool:
     return inspect.isfunction(getattr(classes.class_of(module), name, None))
 
 
-def _forwards(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
-    """The forward that calls the op, or the module's own code where that computes another thing;
-    and the method that calls the op with LoRAs."""
-    original, hold, options = base.forward, facts.assumptions.hold, dict(facts.form)
-    arranged = arranging(original, tuple(inspect.signature(original).parameters)[1:4])
+def _forwards(base: Any, facts: ModuleFacts) -> dict[str, Callable[..., Any]]:
+    """Return the forward that calls the op, or the module's own code where the op computes
+    something else, and the method ADAPTED, which calls the op with LoRAs."""
+    original, hold, options = base.forward, facts.assumptions.hold, dict(facts.details)
+    arranged = argument_arranger(original, tuple(inspect.signature(original).parameters)[1:4])
 
     def adapted(self: Any, loras: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor | None:
         given = arranged(args, kwargs)
@@ -236,21 +240,21 @@ def _forwards(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
 def experts(
     module: Any, options: dict[str, Any], x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor | None:
-    """What transformers' function computes, by the op; None if the op does not.
+    """Compute by the op what transformers' function computes, or return None if the op does not.
 
-    `grouped_mm` computes in the dtype of the weights, also under autocast; `batched_mm`, and the op
-    by its own name, in autocast's.
+    Under autocast, `grouped_mm` computes in the dtype of the weights; `batched_mm`, and "liger",
+    compute in autocast's dtype.
     """
     implementation = _implementation(module)
     gate_up, down, gate_up_bias, down_bias = (
         getattr(module, name, None) for name in _names(module)
     )
     given = (gate_up, down, gate_up_bias, down_bias, *options.values())
-    tensors = [one for one in given if isinstance(one, Tensor)]
+    tensors = [tensor for tensor in given if isinstance(tensor, Tensor)]
     if (
         implementation not in REPLACED or read(module, "has_post_expert_norm")
         or read(module, "has_gate") is (options["activation"] == "relu_squared")
-        or gate_up is None or down is None or not all(type(one) in PLAIN for one in tensors)
+        or gate_up is None or down is None or not all(type(tensor) in PLAIN for tensor in tensors)
         or x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape
     ):  # fmt: skip
         return None
@@ -262,19 +266,19 @@ def experts(
     if is_autocast and implementation != GROUPED:
         y = moe_experts(x, gate_up, down, index, weights, gate_up_bias, down_bias, **options)
         return y.to(x.dtype)
-    if any(one.dtype is not gate_up.dtype for one in tensors):
+    if any(tensor.dtype is not gate_up.dtype for tensor in tensors):
         return None
-    called = (x.to(gate_up.dtype), gate_up, down, index, weights, gate_up_bias, down_bias)
+    arguments = (x.to(gate_up.dtype), gate_up, down, index, weights, gate_up_bias, down_bias)
     if not is_autocast:
-        return moe_experts(*called, **options).to(x.dtype)
+        return moe_experts(*arguments, **options).to(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return moe_experts(*called, **options).to(x.dtype)
+        return moe_experts(*arguments, **options).to(x.dtype)
 
 
 def registered(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The function that transformers calls for experts_implementation="liger".
+    """Compute experts as the function that transformers calls for experts_implementation="liger".
 
     Raises:
         ValueError: the experts are not those of moe_experts; the text gives the reason.
@@ -284,38 +288,41 @@ def registered(
         y = experts(module, dict(options), hidden_states, top_k_index, top_k_weights)
         if y is not None:
             return y
-        options = _left(module) or "its arguments or parameters are not those of moe_experts"
+        options = _reason_left(module) or "its arguments or parameters are not those of moe_experts"
     raise ValueError(
         f"experts_implementation={NAME!r}: {type(module).__name__} cannot be computed by"
         f" moe_experts: {options}"
     )
 
 
-_found: weakref.WeakKeyDictionary[Any, Facts] = weakref.WeakKeyDictionary()
+_known_facts: weakref.WeakKeyDictionary[Any, ModuleFacts] = weakref.WeakKeyDictionary()
 
 
-# Dynamo calls it while it traces.
+# Dynamo calls it while it traces, and takes the result for a constant.
 @torch.compiler.assume_constant_result
 def _recognised(module: nn.Module) -> tuple[tuple[str, Any], ...] | str:
-    """The options of moe_experts for a module, or why it has none."""
+    """Return the options of moe_experts for a module, or the reason that it has none."""
     try:
-        if module in _found:
+        if module in _known_facts:
             with contextlib.suppress(NotAnOp):
-                _found[module].assumptions.check(module)
-                return _found[module].form
-        _found[module] = Experts(module).facts(_unparametrized(module))
+                _known_facts[module].assumptions.check(module)
+                return _known_facts[module].details
+        _known_facts[module] = Experts(module).facts(_unparametrized(module))
     except NotAnOp as reason:
         return str(reason)
-    return _found[module].form
+    return _known_facts[module].details
 
 
 def _unparametrized(module: Any) -> nn.Module:
-    """A module with this activation whose parameters are not computed, as peft's LoRA has them."""
+    """Return a module with the same activation, without the parametrizations by which a LoRA of
+    peft computes the parameters."""
     if not parametrize.is_parametrized(module):
         return module
     cls: Any = parametrize.type_before_parametrizations(module)
     plain: nn.Module = cls.__new__(cls)
     vars(plain).update(vars(module))
-    children = {name: one for name, one in module._modules.items() if name != "parametrizations"}
+    children = {
+        name: child for name, child in module._modules.items() if name != "parametrizations"
+    }
     vars(plain)["_modules"] = children
     return plain

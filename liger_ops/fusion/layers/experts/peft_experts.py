@@ -1,7 +1,8 @@
-"""LoRA of experts by peft, which wraps their module for each parameter in `target_parameters`.
+"""LoRA of experts by peft: the adapters become arguments of moe_experts.
 
-peft's forward forms the weights with the LoRA, and sets them on the module. The new forward of the
-outermost wrapper gives the experts' forward the LoRAs themselves.
+peft wraps the module of the experts once for each parameter in `target_parameters`. Its forward
+adds the LoRA to the weights, and sets the sums on the module. The new forward of the outermost
+wrapper passes the LoRAs themselves to the forward of the experts.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import classes
-from ...assumptions import is_set_on, say_once
+from ...assumptions import is_set_on, warn_once
 from ...loss.lora import NUMBERS
 from ...sharding import has_hooks, is_held_by_fsdp
 from ...versions import read
 
 NAME = "experts with LoRA"
-# The method of fused experts that takes arguments of moe_experts for LoRAs, then those of forward.
-# It returns None where the op does not compute what the module's code does.
+# The method of fused experts that takes moe_experts' arguments for LoRAs, then those of forward. It
+# returns None for a call that the op does not compute.
 ADAPTED = "_liger_ops_adapted"
-# The methods of a wrapper that form a weight.
+# The methods of a wrapper that compute an adapted weight.
 METHODS = ("_activate_lora", "get_delta_weight", "get_delta_factors", "get_param")
 WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
-# The parameters that may have a LoRA, and the names of its arguments of moe_experts.
+# Parameters that may have a LoRA -> the prefix of moe_experts' arguments for it.
 PREFIXES = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 
 
@@ -34,7 +35,7 @@ def is_wrapper(module: Any) -> bool:
 
 
 def wrapped(module: Any) -> Any:
-    """The module in all wrappers."""
+    """Return the module inside all wrappers."""
     while is_wrapper(module):
         module = module.base_layer
     return module
@@ -50,7 +51,7 @@ def methods(base: Any, facts: None) -> dict[str, Callable[..., Any]]:
         if given and adapted is None:
             given = f"its {type(experts).__name__} is not fused"
         if isinstance(given, str):
-            say_once(self, given)
+            warn_once(self, given)
         elif given:
             y = adapted(given, x, *args, **kwargs)
             if y is not None:
@@ -61,55 +62,57 @@ def methods(base: Any, facts: None) -> dict[str, Callable[..., Any]]:
 
 
 def loras(wrapper: Any) -> dict[str, Any] | str:
-    """The arguments of moe_experts for the LoRAs that peft adds in a call, without any if it adds
-    none; or why the op does not compute them."""
+    """Return moe_experts' arguments for the LoRAs that peft adds in a call, {} if it adds none; or
+    the reason that the op does not compute them."""
     found: dict[str, Any] = {}
-    one, experts = wrapper, wrapped(wrapper)
-    while one is not experts:
-        # peft's code undoes a merge, and adds nothing.
-        if one.merged or one.disable_adapters:
+    layer, experts = wrapper, wrapped(wrapper)
+    while layer is not experts:
+        # In such a call peft's code undoes a merge, and adds nothing.
+        if layer.merged or layer.disable_adapters:
             return {}
-        names = [name for name in one.active_adapters if name in one.lora_A]
-        if reason := _obstacle(one, experts, names):
+        names = [name for name in layer.active_adapters if name in layer.lora_A]
+        if reason := _obstacle(layer, experts, names):
             return reason
         for name in names:
-            found |= _arguments(one, experts, name)
-        one = one.base_layer
-        if has_hooks(one) or "forward" in vars(one):
-            return f"a {classes.class_of(one).__name__}, which would not be called, has hooks"
+            found |= _arguments(layer, experts, name)
+        layer = layer.base_layer
+        if has_hooks(layer) or "forward" in vars(layer):
+            return f"a {classes.class_of(layer).__name__}, which would not be called, has hooks"
     return found
 
 
-def _obstacle(one: Any, experts: Any, names: list[str]) -> str | None:
-    parameter = one.parameter_name
+def _obstacle(wrapper: Any, experts: Any, names: list[str]) -> str | None:
+    parameter = wrapper.parameter_name
     if names and parameter not in PREFIXES:
         return f"{parameter} has a LoRA"
     if len(names) > 1:
         return f"{parameter} has several active adapters: {', '.join(names)}"
-    is_swapped = read(one, "_did_swap_in_out_features")
-    if read(one, "num_experts") == 1 or is_swapped is read(experts, "is_transposed"):
+    is_swapped = read(wrapper, "_did_swap_in_out_features")
+    if read(wrapper, "num_experts") == 1 or is_swapped is read(experts, "is_transposed"):
         return f"the LoRA of {parameter} is not one of experts in the layout of its weights"
-    layers = [part[name] for name in names for part in (one.lora_A, one.lora_B)]
-    if any(type(of.weight) is not nn.Parameter and not is_held_by_fsdp(of) for of in layers):
+    layers = [part[name] for name in names for part in (wrapper.lora_A, wrapper.lora_B)]
+    if any(
+        type(layer.weight) is not nn.Parameter and not is_held_by_fsdp(layer) for layer in layers
+    ):
         return f"the LoRA of {parameter} has no plain Parameters"
     if parameter not in experts._parameters:
         return f"its {type(experts).__name__} holds no Parameter {parameter}"
-    if any(type(one.scaling[name]) not in NUMBERS for name in names):
+    if any(type(wrapper.scaling[name]) not in NUMBERS for name in names):
         return f"the scaling of {parameter} is not a number"
     for method in METHODS:
-        if is_set_on(one, method):
-            return f"a {classes.class_of(one).__name__} has a {method} of its own"
+        if is_set_on(wrapper, method):
+            return f"a {classes.class_of(wrapper).__name__} has a {method} of its own"
     return None
 
 
-def _arguments(one: Any, experts: Any, name: str) -> dict[str, Any]:
-    a, b = (part[name].weight for part in (one.lora_A, one.lora_B))
-    E, prefix = one.num_experts, PREFIXES[one.parameter_name]
-    dtype = experts._parameters[one.parameter_name].dtype
+def _arguments(wrapper: Any, experts: Any, name: str) -> dict[str, Any]:
+    a, b = (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
+    E, prefix = wrapper.num_experts, PREFIXES[wrapper.parameter_name]
+    dtype = experts._parameters[wrapper.parameter_name].dtype
     return {
         # The expert is the slowest index of a's rows, and the fastest of b's columns.
         f"{prefix}_lora_a": a.unflatten(0, (E, -1)).to(dtype),
-        # A kernel reads what is an expert's, of which neighbours are E elements apart.
+        # Contiguous for the kernels: in peft's layout, an expert's neighbours are E elements apart.
         f"{prefix}_lora_b": b.unflatten(1, (-1, E)).permute(2, 0, 1).to(dtype).contiguous(),
-        f"{prefix}_lora_scale": one.scaling[name],
+        f"{prefix}_lora_scale": wrapper.scaling[name],
     }

@@ -1,8 +1,8 @@
-"""The load-balancing loss of a mixture model: the function of all layers becomes router_losses.
+"""The load-balancing loss of a mixture model: one function for all layers becomes router_losses.
 
-In transformers it is a function of the model's file, `load_balancing_loss_func`, which the forward
-of the model with the loss calls. A function of the same arguments is one if it computes the same
-loss and gradient of some logits.
+In transformers this is a function of the model's file, `load_balancing_loss_func`, which the
+forward of the model with the loss calls. A function with the same arguments is recognised if it
+computes the same losses and gradients for some drawn logits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ NAME = "load_balancing_loss_func"
 PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
-class RouterLosses(Functions):
-    """No rewrite knows it, so that its values are compared."""
+class RouterLossFunctions(Functions):
+    """Load-balancing losses. There is no rewrite for this op: a function is recognised by comparing
+    values."""
 
     name = title = "router loss"
     rewrites = ("router_losses",)
@@ -32,8 +33,8 @@ class RouterLosses(Functions):
         found = [one for one in globals_of(getattr(cls, "forward", None)) if one[0] == NAME]
         return iter([one for one in found if one[1] is not None][:1])
 
-    def recognised(self, function: Any) -> None:
-        """Raise NotAnOp if a function computes another loss, or another gradient."""
+    def recognise(self, function: Any) -> None:
+        """Raise NotAnOp if a function has other arguments, or computes another loss or gradient."""
         names = tuple(inspect.signature(function).parameters)
         if names != PARAMETERS:
             raise NotAnOp(f"it takes ({', '.join(names)}), not ({', '.join(PARAMETERS)})")
@@ -42,39 +43,39 @@ class RouterLosses(Functions):
                 raise NotAnOp("it computes another loss than router_losses")
 
     @classmethod
-    def computed(cls, function: Any, facts: None) -> Callable[..., Any]:
+    def make_caller(cls, function: Any, facts: None) -> Callable[..., Any]:
         return lambda args, kwargs: _loss(*args, **kwargs)
 
 
 @torch.enable_grad()
 def _pairs(function: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """A function's loss and gradients, and the op's, with and without a mask."""
+    """Yield pairs of a function's and the op's loss and gradients, with and without a mask."""
     drawn = torch.Generator().manual_seed(0)
     masked = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     for experts, top_k, mask in ((5, 1, None), (6, 2, None), (7, 3, masked)):
         logits = [torch.randn(8, experts, generator=drawn).requires_grad_() for _ in range(3)]
         loss = function(tuple(logits), experts, top_k, mask)
-        own = _loss(tuple(logits), experts, top_k, mask)
-        assert own is not None
-        yield loss, own
+        expected = _loss(tuple(logits), experts, top_k, mask)
+        assert expected is not None
+        yield loss, expected
         yield from zip(
-            torch.autograd.grad(loss, logits), torch.autograd.grad(own, logits), strict=True
+            torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits), strict=True
         )
 
 
 def _loss(
     gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None
 ) -> Tensor | None:
-    """The loss by the op, or None for what the function may compute in another way."""
+    """Return the loss by the op, or None for a call that the function may compute differently."""
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return None
     x = gate_logits[0]
     if type(x) is not Tensor or x.dim() != 2 or x.shape[1] != num_experts:
         return None
-    for one in gate_logits:
-        if type(one) is not Tensor or one.shape != x.shape:
+    for logits in gate_logits:
+        if type(logits) is not Tensor or logits.shape != x.shape:
             return None
-        if one.dtype is not x.dtype or one.device != x.device:
+        if logits.dtype is not x.dtype or logits.device != x.device:
             return None
     if attention_mask is not None:
         if attention_mask.numel() != x.shape[0] or attention_mask.dtype is torch.float64:
