@@ -22,13 +22,13 @@ from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
 from .layers.rotary import Rotary
 from .other_models import not_looked_for
-from .planning import Plan, wholly_or_not_at_all
+from .planning import FusionPlan, wholly_or_not_at_all
 from .report import Finding, FuseReport
 from .unfused import check_module, unfuse, verified
 from .unknown_arguments import explain_unknown_keywords
 
 # Switch -> the functions that plan the changes of a model.
-PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
+PLANS: dict[str, tuple[Callable[[nn.Module], FusionPlan], ...]] = {
     "norms": (Norms.plan,),
     "activations": (GatedMLPs.plan, Experts.plan),
     "rope": (Rotary.plan,),

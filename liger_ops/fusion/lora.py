@@ -26,7 +26,7 @@ from .layers.installed import ModuleFacts
 from .layers.program import CHILD, OP, Program, ProgramStep, Value
 from .loss.head import call_side_effect
 from .loss.lora import LAYER, NUMBERS, adapters_of
-from .planning import Plan
+from .planning import FusionPlan
 from .probing import NotAnOp, Probes
 from .versions import read
 
@@ -50,11 +50,11 @@ class Lora(NamedTuple):
     bias: Tensor | None
 
 
-def plan(model: nn.Module) -> Plan:
+def plan(model: nn.Module) -> FusionPlan:
     """Plan to override the forward of every LoRA Linear of peft."""
     probes = Probes()
 
-    def look(plan: Plan, name: str, module: Any) -> None:
+    def look(plan: FusionPlan, name: str, module: Any) -> None:
         cls = classes.class_of(module)
         if KIND in classes.overrides(module) or not hasattr(module, "lora_dropout"):
             return
@@ -76,7 +76,7 @@ def plan(model: nn.Module) -> Plan:
         plan.fuse(name, module, "lora_linear", {"rank": lora.a.shape[0], "scale": lora.scale})
         plan.changes.append(lambda: classes.override(module, KIND, None))
 
-    return Plan(KIND, model, look)
+    return FusionPlan(KIND, model, look)
 
 
 @classes.kind(KIND)

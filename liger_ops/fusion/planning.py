@@ -13,7 +13,7 @@ from . import classes
 from .probing import NotAnOp, first_line
 
 
-class Plan:
+class FusionPlan:
     """The findings of one fuser in a model, and the changes that it will make.
 
     Attributes:
@@ -23,7 +23,7 @@ class Plan:
     """
 
     def __init__(
-        self, kind: str, model: nn.Module, look: Callable[[Plan, str, nn.Module], None]
+        self, kind: str, model: nn.Module, look: Callable[[FusionPlan, str, nn.Module], None]
     ) -> None:
         """Call `look` for every module of a model.
 

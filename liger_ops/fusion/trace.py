@@ -248,7 +248,7 @@ def unchanged(node: fx.Node) -> fx.Node:
 
 
 def _in_another_mode(*args: Any, **kwargs: Any) -> None:
-    """The target of a node that was called in another gradient or autocast mode."""
+    """Stand for a function that was called in another gradient or autocast mode."""
 
 
 def _as_dynamo_writes(func: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:

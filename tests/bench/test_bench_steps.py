@@ -1,4 +1,4 @@
-"""What the bench of training steps tells, before any way is run."""
+"""The bench of training steps reports its settings before any way is run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 def started_by_torchrun(*words: str) -> str:
-    """What a program prints. Without a GPU, so that the processes are the same on every machine."""
+    """Return what a program prints; without a GPU, so that all machines have the same processes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(2):
         result = subprocess.run(

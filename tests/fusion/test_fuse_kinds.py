@@ -1,4 +1,4 @@
-"""What holds for every kind of module that `fuse` replaces the code of."""
+"""Every kind of module whose code `fuse` replaces follows the same rules."""
 
 from __future__ import annotations
 

@@ -83,7 +83,12 @@ def failing(*args: Any, **kwargs: Any) -> Any:
     [
         (Norms, "derive_facts", "norm", "its probe failed: ValueError: out of luck"),
         (Norms, "key", "norm", "it cannot be probed: ValueError: out of luck"),
-        (GatedMLPs, "derive_facts", "gated activation", "its probe failed: ValueError: out of luck"),
+        (
+            GatedMLPs,
+            "derive_facts",
+            "gated activation",
+            "its probe failed: ValueError: out of luck",
+        ),
         (GatedMLPs, "obstacle", "gated activation", "it cannot be probed: ValueError: out of luck"),
     ],
 )

@@ -101,7 +101,7 @@ class CrossEntropyLoss:
 
 @dataclasses.dataclass
 class Spmd:
-    """What torchtitan knows of the backend `spmd_types` while it trains."""
+    """The state of torchtitan's backend `spmd_types` while it trains."""
 
     backend: str = "spmd_types"
     mesh: Any = None

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def trained(ranks: int, results: Path, arguments: list[str]) -> dict[str, Any]:
-    """What torchtitan_cpu.py writes. A process trains once: a second trainer has another mesh."""
+    """Return what torchtitan_cpu.py writes. A process trains once."""
     script = ROOT / "tests/support/torchtitan_cpu.py"
     done = subprocess.run(
         [

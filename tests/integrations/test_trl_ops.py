@@ -115,7 +115,7 @@ def test_divergence_under_autocast(installed: None) -> None:
 def test_trl_serves_other_divergences(
     case: str, installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `linear_divergence` refuses, and a weight that ZeRO-3 partitions."""
+    """TRL computes what `linear_divergence` refuses, and weights that ZeRO-3 partitions."""
     monkeypatch.setattr(integration, "linear_divergence_forward", None)
     inputs, options = both_heads(), (0.5, 1.0, 0.0 if case == "scale" else 1.0)
     if case == "dtype":

@@ -15,7 +15,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "losses.md"
 
 
 def names() -> set[str]:
-    """What the package offers: ops, losses, modules, their arguments and the fields of outputs."""
+    """Return the names of ops, losses and modules, their arguments and the fields of outputs."""
     found = {*losses.__all__, *dir(liger_ops)}
     public = [getattr(losses, name) for name in losses.__all__]
     for thing in [

@@ -1,4 +1,4 @@
-"""What every loss has: one compilation for all sizes, and zero of a batch without tokens."""
+"""Every loss has one compilation for all sizes, and zero of a batch without tokens."""
 
 from __future__ import annotations
 

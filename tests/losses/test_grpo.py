@@ -37,7 +37,7 @@ def clipped(r: float, a: float) -> float:
 
 
 def objective(loss_type: str, r: float, a: float, log_pi: float, w: float) -> float:
-    """What a token adds to the objective, whose negative is the policy term."""
+    """Return a token's term of the objective, whose negative is the policy term."""
     if loss_type == "cispo":
         return min(r, 1 + HIGH) * a * log_pi
     if loss_type == "sapo":

@@ -258,7 +258,7 @@ def test_the_installed_triton_passes_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("other", ("order", "count", "keywords", "name"))
 def test_another_way_of_launching_is_noticed(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the installed Triton passes to a launcher is what a launch from here passes."""
+    """The installed Triton passes to a launcher the arguments that a direct launch passes."""
     assert launching.has_same_launcher()
 
     def launch(self: Any, grid: tuple[int, ...]) -> Any:

@@ -105,7 +105,7 @@ def interpret(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) ->
 
 
 def replays(name: str) -> Replays | None:
-    """What replays the calls of an op on a GPU."""
+    """Return the object that replays the calls of an op on a GPU."""
     run = library.OPS[name].kernels["cuda"]
     cells = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True))
     found = cells["replayed"].cell_contents

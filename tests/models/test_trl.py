@@ -97,7 +97,7 @@ def pairs() -> Any:
 
 
 def train_pairs(model: Any, path: Path) -> list[float]:
-    """What DPOTrainer logs in each step but for times, with every result of the head."""
+    """Return DPOTrainer's logs of each step, without times, with every result of the head."""
     trainer = trl.DPOTrainer(
         model,
         ref_model=copy.deepcopy(model),
@@ -113,7 +113,7 @@ def train_pairs(model: Any, path: Path) -> list[float]:
 
 
 def train_distilled(model: Any, path: Path, steps: int = 2) -> list[float]:
-    """What DistillationTrainer logs in each step but for times. The student samples the
+    """Return DistillationTrainer's logs of each step, without times. The student samples the
     completions, and the teacher has another hidden size."""
     teacher = text("Qwen2", 4, num_hidden_layers=1, hidden_size=48).model()
     rows = [{"prompt": f"word{i} word{i + 1}"} for i in range(2, 10)]

@@ -38,7 +38,7 @@ ONE_FORM = pytest.mark.parametrize("op", {op.name: op for op in OPS.values()}.va
 
 
 class Slot:
-    """Where a tensor stands among the arguments of a call."""
+    """The position of a tensor among the arguments of a call."""
 
 
 SLOT = Slot()

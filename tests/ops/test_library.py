@@ -158,7 +158,7 @@ def test_a_function_of_process_groups_has_the_ops_arguments(name: str) -> None:
 
 
 def test_the_arguments_of_derived_ops() -> None:
-    """What the forms leave out, add, and may be None."""
+    """Derived ops have the arguments that their forms leave in and add, optional where marked."""
     head = liger_ops.linear_cross_entropy
     parameters = inspect.signature(liger_ops.linear_cross_entropy_forward).parameters
     assert set(inspect.signature(head).parameters) - set(parameters) == {"lora_a", "lora_scale"}

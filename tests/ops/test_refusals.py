@@ -1,4 +1,4 @@
-"""What an op refuses: values that its options may not have, wrong shapes, and its own checks."""
+"""Ops refuse values that its options may not have, wrong shapes, and its own checks."""
 
 from __future__ import annotations
 

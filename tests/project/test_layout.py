@@ -340,7 +340,7 @@ FILES, LINES, PARAMETERS = 15, 420, 20
 
 
 def over_budget(file: Path, source: str) -> list[str]:
-    """What a file has too much of."""
+    """List what a file has too much of."""
     lines = source.count("\n")
     wrong = [f"{file}: {lines} lines"] if lines > LINES else []
     for function in ast.walk(ast.parse(source)):

@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def lacks(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
-    """What takes the place of a part that this torch lacks, in every module that uses it."""
+    """Return the stand-in for a part that this torch lacks, in every module that uses it."""
     there, part = getattr(torch_private, name), PARTS[name]
     resolve = pkgutil.resolve_name
 

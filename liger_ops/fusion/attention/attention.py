@@ -26,7 +26,7 @@ from torch import nn
 from ...rewrites.attention.masked_attention import FLASH_HEAD_DIM, LEAST_HEAD_DIM
 from .. import classes
 from ..layers.rebinding import global_names
-from ..planning import Plan
+from ..planning import FusionPlan
 from ..probing import NotAnOp
 from ..versions import read
 from .attention_function import attention_function
@@ -78,12 +78,12 @@ class AttentionFacts(NamedTuple):
         return "eager" if self.source else "sdpa"
 
 
-def plan(model: nn.Module) -> Plan:
+def plan(model: nn.Module) -> FusionPlan:
     """Plan the changes of the models in `model` that make causal masks."""
-    return Plan(KIND, model, _look)
+    return FusionPlan(KIND, model, _look)
 
 
-def _look(plan: Plan, name: str, module: nn.Module) -> None:
+def _look(plan: FusionPlan, name: str, module: nn.Module) -> None:
     cls: Any = classes.class_of(module)
     if KIND in classes.overrides(module) or not _makes_masks(cls):
         return

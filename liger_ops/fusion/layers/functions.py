@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .. import classes
-from ..planning import Plan
+from ..planning import FusionPlan
 from ..probing import NotAnOp
 from .kind import Kind
 from .rebinding import GlobalValues, chain_to, opaque, rebound, wrapped
@@ -48,7 +48,7 @@ class Functions(Kind):
         call that `function` may compute in another way."""
         raise NotImplementedError
 
-    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+    def look(self, plan: FusionPlan, name: str, module: nn.Module) -> None:
         if self.is_fused(name, module):
             return
         (op,), replaced = self.rewrites, []

@@ -16,7 +16,7 @@ from ...rewrites import rewrite
 from ...rewrites.engine.recognise import op_of, reason_for_none
 from ...rewrites.engine.report import Report
 from .. import classes
-from ..planning import Plan
+from ..planning import FusionPlan
 from ..probing import NotAnOp, Probes, attributes_key, leaf_key
 from ..sharding import shape_of
 from .installed import ModuleFacts, OpCaller, methods_of
@@ -133,11 +133,11 @@ class Kind:
     # The steps that all kinds share.
 
     @classmethod
-    def plan(cls, model: nn.Module) -> Plan:
+    def plan(cls, model: nn.Module) -> FusionPlan:
         """Plan the changes of a model."""
-        return Plan(cls.title, model, cls(model).look)
+        return FusionPlan(cls.title, model, cls(model).look)
 
-    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+    def look(self, plan: FusionPlan, name: str, module: nn.Module) -> None:
         """Add a module to the plan, or raise NotAnOp with the reason to leave it."""
         if self.is_fused(name, module):
             return

@@ -17,7 +17,7 @@ from ...rewrites.engine.recognise import bound
 from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening
 from .. import classes, sharding, tensor_parallel
-from ..planning import Plan
+from ..planning import FusionPlan
 from ..probing import NotAnOp, dtype_name, own_attributes
 from ..trace import ANY_SIZES
 from . import modulated_norms
@@ -65,13 +65,13 @@ class Norms(Kind):
         ]
 
     @classmethod
-    def plan(cls, model: nn.Module) -> Plan:
+    def plan(cls, model: nn.Module) -> FusionPlan:
         """Plan the changes of a model, those of modules that modulate norms included."""
         norms = cls(model)
         modulates = modulated_norms.ModulatedNorms(model, norms.width)
-        modulated = Plan(modulates.title, model, modulates.look)
+        modulated = FusionPlan(modulates.title, model, modulates.look)
         norms.reported = {finding.where for finding in modulated.findings}
-        plan = Plan(cls.title, model, norms.look)
+        plan = FusionPlan(cls.title, model, norms.look)
         plan.findings += modulated.findings
         plan.changes += modulated.changes
         return plan

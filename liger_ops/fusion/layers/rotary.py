@@ -23,7 +23,7 @@ from ...rewrites.engine.recognise import bound
 from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import derive
 from .. import classes
-from ..planning import Plan
+from ..planning import FusionPlan
 from ..probing import NotAnOp, dtype_name, own_attributes
 from ..trace import ANY_SIZES
 from .functions import ForwardHolder, Functions, globals_of
@@ -106,7 +106,7 @@ class Rotary(Functions):
     functions = ("chunk", "contiguous", "neg", "squeeze", "transpose", "unsqueeze")
     returns = tuple
 
-    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+    def look(self, plan: FusionPlan, name: str, module: nn.Module) -> None:
         if not self.is_fused(name, module):
             for reason in _not_called_as_rope(module):
                 plan.leave(name, module, reason)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...rewrites.engine.report import logits_bytes
 from .. import classes
-from ..planning import Plan
+from ..planning import FusionPlan
 from ..probing import NotAnOp
 from ..report import FuseReport
 from . import (
@@ -25,7 +25,7 @@ OP = "linear_cross_entropy"
 def fuse(model: nn.Module) -> FuseReport:
     """Give every language model in `model` a forward that skips the logits."""
 
-    def look(plan: Plan, name: str, module: nn.Module) -> None:
+    def look(plan: FusionPlan, name: str, module: nn.Module) -> None:
         cls = classes.class_of(module)
         if "loss" in classes.overrides(module) or not _has_a_loss(cls):
             return
@@ -42,7 +42,7 @@ def fuse(model: nn.Module) -> FuseReport:
         place.prepare(child_of(module, facts.head))
         classes.override(module, "loss", facts)
 
-    plan = Plan("loss", model, look)
+    plan = FusionPlan("loss", model, look)
     for change in plan.changes:
         change()
     return FuseReport(tuple(plan.findings))

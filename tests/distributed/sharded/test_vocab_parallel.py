@@ -221,7 +221,7 @@ def total(moved: list[tuple[str, int]]) -> dict[str, int]:
 
 
 def redistributed() -> None:
-    """What no device can compute of its words, and what is fewer bytes otherwise."""
+    """Redistribute arguments that no device can use by words, or that then move fewer bytes."""
     mesh = ranks.mesh()
     call = calls(130)["cross_entropy_forward-mean"]
     logits, target = (over(mesh, call, call.tensors)[name] for name in ("logits", "target"))

@@ -85,7 +85,7 @@ class Documents(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def right_padding(texts: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """What DataCollatorForSeq2Seq makes with a tokenizer: padded tokens, labels and a mask."""
+    """Return a batch as DataCollatorForSeq2Seq makes it: padded tokens, labels and a mask."""
     length = max(len(text["labels"]) for text in texts)
     rows = {"input_ids": 0, "labels": -100, KEPT: 0}
     filled = [{**text, KEPT: [1] * len(text["labels"])} for text in texts]

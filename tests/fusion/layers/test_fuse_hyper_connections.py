@@ -66,7 +66,7 @@ def assert_same_as(fused: nn.Module, made: nn.Module, x: Tensor) -> None:
 
 
 def test_other_inputs_reach_the_code():
-    """Where the code returns other dtypes than the op, or fails."""
+    """Inputs reach the code for which it returns other dtypes than the op, or fails."""
     fused = layer(Connection())
     plain = copy.deepcopy(fused)
     fuse(fused, **ONLY)

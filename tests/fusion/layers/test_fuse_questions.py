@@ -1,5 +1,5 @@
-"""What a module's code may ask while it is traced: each question is answered as in a step, or the
-module is left with its reason."""
+"""Questions of a module's code while it is traced: each is answered as in a step, or the module is
+left with its reason."""
 
 from __future__ import annotations
 

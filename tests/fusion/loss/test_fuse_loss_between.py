@@ -1,4 +1,4 @@
-"""What a model computes between its head and its loss: recorded where the op computes it too, and
+"""Operations between a model's head and its loss are recorded where the op computes them too, and
 otherwise done by the model's own code to all logits."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model's code may ask of its logits, of itself and of its head: each is answered as in the
+"""Questions of a model's code about its logits, itself and its head: each is answered as in the
 untouched model, or the loss is left with its reason."""
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def largest_tensor(folder: str | None, length: int) -> int:
 
 
 def test_memory_grows_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ops' fakes and the kernels' host code allocate: nothing larger than query, at the
+    """The ops' fakes and the kernels' host code allocate nothing larger than query, at the
     32768 tokens at which scores of all pairs would be 8.6e9 numbers."""
     for folder in (None, *FOLDERS):
         if folder is not None:

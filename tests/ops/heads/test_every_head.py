@@ -1,4 +1,4 @@
-"""What the losses of hidden states and a head have in common."""
+"""Rules that all losses of hidden states and a head follow."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ PUBLIC = pytest.mark.parametrize("op", [op for op in HEADS if "top_k" not in op.
 
 @PUBLIC
 def test_opcheck(op: OpUnderTest) -> None:
-    """Of the composed op, and of a backward that is given what the forward computed."""
+    """opcheck holds for the composed op and for a backward that is given gradients."""
     composed = getattr(torch.ops.liger, op.base).default
     torch.library.opcheck(composed, (), op.public_arguments(op.sample(torch.float32)))
     case = op.sample(torch.float32)

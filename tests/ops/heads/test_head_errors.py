@@ -1,4 +1,4 @@
-"""What the losses of hidden states and a head refuse, eagerly and in tracing."""
+"""Losses of hidden states and a head refuse wrong arguments, eagerly and in tracing."""
 
 from __future__ import annotations
 

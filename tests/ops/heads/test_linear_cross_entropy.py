@@ -49,9 +49,9 @@ def cases(draw: st.DrawFn) -> HeadCase:
 
 
 def gradient_roundings(case: HeadCase, tensors: Tensors) -> dict[str, float]:
-    """What rounding the gradient of the logits to x's dtype may change each gradient by, and
-    computing it in float32, where the terms of p_ic - (c == target_i) cancel; and two roundings of
-    the logits of a LoRA, and one of a sum per chunk if the sums are in the tensors' dtype."""
+    """Bound the change of each gradient by rounding the logits' gradient to x's dtype, by computing
+    it in float32, where the terms of p_ic - (c == target_i) cancel, by two roundings of the logits
+    of a LoRA, and by one of a sum per chunk if the sums are in the tensors' dtype."""
     rest = [tensors[n] for n in ("target", "class_weight", "token_weight", "num_items_in_batch")]
     upstream = [in_float64(tensors[name]) for name in UPSTREAM]
     options = options_of(case)[:6]

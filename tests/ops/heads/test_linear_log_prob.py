@@ -70,8 +70,8 @@ def test_backward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
 
 
 def gradient_roundings(case: LogProbHeadCase, tensors: Tensors) -> dict[str, float]:
-    """What rounding the logits and their gradient to x's dtype may change each gradient by, and the
-    sum of x's gradient if it is in that dtype."""
+    """Bound the change of each gradient by rounding the logits and their gradient to x's dtype, and
+    the sum of x's gradient if it is in that dtype."""
     logits = logits_of(case, tensors)
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
@@ -111,8 +111,8 @@ def test_the_parts_are_those_of_log_prob() -> None:
 
 
 def test_selecting_the_tokens_of_a_mask() -> None:
-    """What the documentation advises against the products of ignored tokens: the same results and
-    gradients, with one graph for every number of tokens, none among them."""
+    """A mask may select tokens, as the documentation advises, to save products of ignored tokens:
+    same results and gradients, one graph for every number of tokens, 0 among them."""
     recorder = Recorder()
 
     def selected(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:

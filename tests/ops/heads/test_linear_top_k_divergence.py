@@ -81,8 +81,8 @@ def true_gradients(case: TopKCase, tensors: Tensors) -> list[Tensor | None]:
 
 
 def gradient_roundings(case: TopKCase, tensors: Tensors) -> dict[str, float]:
-    """What rounding the logits and their gradient to x's dtype may change each gradient by, and the
-    sum of x's gradient if it is in that dtype."""
+    """Bound the change of each gradient by rounding the logits and their gradient to x's dtype, and
+    the sum of x's gradient if it is in that dtype."""
     logits = logits_of(case, tensors).reshape(-1, case.V)
     ids = tensors["teacher_ids"].long().reshape(-1, case.K)
     columns = torch.where(ids < 0, case.V, ids)

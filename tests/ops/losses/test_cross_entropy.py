@@ -56,7 +56,7 @@ def test_predictions_and_entropy(folder: str, case: Any) -> None:
 @given(case=strategies.cases(OP))
 @settings(max_examples=settings().max_examples // 2)
 def test_loss_and_gradient_in_one_call(folder: str, case: Any) -> None:
-    """What linear_cross_entropy calls for each chunk of logits: the gradient goes over them."""
+    """linear_cross_entropy calls this for each chunk of logits; the gradient overwrites them."""
     V = case.shape[-1]
     case = replace(case, shape=(5, V), reduction="none", layout="contiguous", has_items=False)
     tensors = OP.tensors(case)

@@ -84,7 +84,7 @@ def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> No
 def test_a_target_out_of_range_is_loud(
     folder: str, wrong: int, tile: tuple[int, int] | None
 ) -> None:
-    """Where no assertion stops the kernel, as in the interpreter, the loss is NaN."""
+    """The loss is NaN where no assertion stops the kernel, as in the interpreter."""
     if DEVICE == "cuda":
         pytest.skip("a device-side assertion ends the process's use of the GPU")
     case = OP.case(shape=(3, 33), dtype=torch.float32, tile=tile, reduction="none")

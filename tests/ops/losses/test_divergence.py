@@ -20,7 +20,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", ("jsd", "forward_kl", "reverse_kl",
 
 
 def written(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
-    """What trainers write, of log-probabilities."""
+    """Compute a divergence of log-probabilities as trainers write it."""
     kl = lambda log_m, log_p: torch.nn.functional.kl_div(
         log_m, log_p, reduction="none", log_target=True
     ).sum(-1)

@@ -1,4 +1,4 @@
-"""What is jsd's own; test_kl_div.py compares its kernels with float64 truth."""
+"""Properties of jsd alone; test_kl_div.py compares its kernels with float64 truth."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ OP = OPS["log_prob_forward"]
 
 
 def expected(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """What models and trainers write."""
+    """Compute log-probabilities as models and trainers write them."""
     log_p = x.log_softmax(-1)
     picked = log_p.gather(-1, target.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
     entropy = torch.distributions.Categorical(logits=x, validate_args=False).entropy()
@@ -101,7 +101,7 @@ def test_predictions(folder: str, case: Any) -> None:
 @EVERY_FOLDER
 @pytest.mark.parametrize("V", (40, 70))
 def test_each_statistic_by_itself(folder: str, V: int) -> None:
-    """What else is asked for changes no bit of a result."""
+    """Each result has the same bits whatever else is requested."""
     case = OP.case(shape=(3, V), dtype=torch.float32, tile=(1, 64))
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     args = (logits, torch.tensor([V - 1, 0, -100], device=DEVICE), *OP.options(case))
@@ -118,7 +118,7 @@ def test_each_statistic_by_itself(folder: str, V: int) -> None:
 @EVERY_FOLDER
 @pytest.mark.parametrize("wrong", (-1, 33, 2**31 - 1))
 def test_a_target_out_of_range_is_loud(folder: str, wrong: int) -> None:
-    """Where no assertion stops the kernel, as in the interpreter, the log-probability is NaN."""
+    """The log-probability is NaN where no assertion stops the kernel, as in the interpreter."""
     if DEVICE == "cuda":
         pytest.skip("a device-side assertion ends the process's use of the GPU")
     logits = torch.zeros(3, 33, device=DEVICE)

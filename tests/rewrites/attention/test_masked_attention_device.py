@@ -62,7 +62,7 @@ OPTIONS: dict[str, Any] = {"max_position_embeddings": 4096, "initializer_range":
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many calls of each engine are in the rewritten graphs."""
+    """Count the calls of each engine in the rewritten graphs."""
     found: Counter[str] = Counter()
     rewrite = liger_backend.rewrite
     flash = torch.ops.aten._flash_attention_forward.default

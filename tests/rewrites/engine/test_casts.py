@@ -1,4 +1,4 @@
-"""What casts do to values is computed: `represents`, and the reading of chains of casts."""
+"""The effect of casts on values is computed: `represents`, and the reading of chains of casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes write to, for every function of torch.nn.functional and every method of a tensor.
+"""Memory that nodes write to, for every function of torch.nn.functional and method of a tensor.
 
 The truth is what a real call changes: the data, sizes, strides or version of an argument. The
 arguments of calls are found by trying every combination of a few values, and every option with

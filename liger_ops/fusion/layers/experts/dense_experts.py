@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ....ops.experts.moe_experts import moe_experts
 from ... import sharding
-from ...planning import Plan
+from ...planning import FusionPlan
 from ...probing import NotAnOp
 from ...sharding import shape_of
 from ...trace import ANY_SIZES
@@ -83,7 +83,7 @@ class DenseExperts(Kind):
     def options(self, program: Program) -> dict[str, Any]:
         return {"activation": program.ops[0].options()["activation"]}
 
-    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+    def look(self, plan: FusionPlan, name: str, module: nn.Module) -> None:
         experts = _experts(module)
         if not experts:
             return

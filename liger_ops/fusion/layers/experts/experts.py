@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from ....ops.experts.moe_experts import moe_experts
 from ... import classes, sharding, tensor_parallel
-from ...planning import Plan
+from ...planning import FusionPlan
 from ...probing import NotAnOp
 from ...versions import read
 from ..gated import Gated
@@ -94,7 +94,7 @@ class Experts(Gated):
     ) -> tuple[tuple[str, Any], ...] | str:
         return _options(program) if _is_looked_up(classes.class_of(module)) else NO_REGISTRY
 
-    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+    def look(self, plan: FusionPlan, name: str, module: nn.Module) -> None:
         if peft_experts.is_wrapper(module):
             self.look_at_wrapper(plan, name, module)
             return
@@ -115,7 +115,7 @@ class Experts(Gated):
         elif reason != NO_REGISTRY:
             plan.leave(name, module, f"only its activation is fused: {reason}")
 
-    def look_at_wrapper(self, plan: Plan, name: str, wrapper: Any) -> None:
+    def look_at_wrapper(self, plan: FusionPlan, name: str, wrapper: Any) -> None:
         """Plan the outermost wrapper of experts that are fused, or that this plan fuses."""
         module = peft_experts.wrapped(wrapper)
         if module in self.wrapped or peft_experts.NAME in classes.overrides(wrapper):
