@@ -54,7 +54,7 @@ def test_the_parts_add_up_to_the_whole(
 
 
 def test_the_definition_takes_what_is_known() -> None:
-    """The definition takes known statistics of parts, in float64, without gradients through them."""
+    """The definition takes known statistics of parts, in float64, but no gradients of these."""
     student, teacher = (torch.randn(2, 6, dtype=torch.float64) for _ in range(2))
     whole = liger_ops.divergence_forward(student, teacher, kind="jsd")
     names = ("student_lse", "teacher_lse", "student_lse_error", "teacher_lse_error")
