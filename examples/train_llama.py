@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,8 @@ from tqdm import tqdm
 
 import liger_ops
 from liger_ops.bench.command_line import Parser, integer
-from liger_ops.bench.training import Comparison, Training, inductor_works, profiled, reported
+from liger_ops.bench.training import Comparison, Training, inductor_works, ops_run, reported
+from liger_ops.device import Effort, MeasuredDevice
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -176,7 +176,7 @@ def ops_of(loss: Loss, batch: Tensor) -> Counter[str]:
     """Return the liger ops that a step runs."""
     for _ in range(2):
         # The first step compiles.
-        ops, _ = profiled(lambda: loss(batch).backward(), batch.device.type)
+        ops = ops_run(lambda: loss(batch).backward())
     return ops
 
 
@@ -192,10 +192,11 @@ def train(model: Any, loss_of: Loss, batches: list[Tensor], rate: float, label: 
     steps = len(batches)
     share = lambda step: min((step + 1) / min(10, steps), 1) * (1 - step / steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    losses, seconds = [], []
-    for batch in tqdm(batches, desc=label, unit="step"):
-        began = time.perf_counter()
-        loss = loss_of(batch)
+    losses = []
+    rest = iter(tqdm(batches, desc=label, unit="step"))
+
+    def step() -> None:
+        loss = loss_of(next(rest))
         loss.backward()
         for parameter, master in zip(parameters, masters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
@@ -205,13 +206,16 @@ def train(model: Any, loss_of: Loss, batches: list[Tensor], rate: float, label: 
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-        # item() waits for the device.
         losses.append(loss.item())
-        seconds.append(time.perf_counter() - began)
+
+    device = MeasuredDevice(batches[0].device.type)
+    milliseconds = device.times(step, Effort(steps, seconds=float("inf")))
     optimizer.zero_grad()
-    ops, peak = profiled(lambda: loss_of(batch).backward(), batch.device.type)
+    alone = lambda: loss_of(batches[-1]).backward()
+    peak = device.peak_bytes(alone)
+    ops = ops_run(alone)
     model.zero_grad()
-    return Training(torch.tensor(losses), seconds, ops, peak)
+    return Training(torch.tensor(losses), milliseconds, ops, peak)
 
 
 if __name__ == "__main__":

@@ -93,9 +93,7 @@ def test_the_ops_of_a_step_are_counted_again_when_the_compile_cache_is_warm(
         compiled = torch.compile(liger_ops.rms_norm, fullgraph=True, options=options)
         step = lambda compiled=compiled: compiled(x).sum().backward()
         step()
-        ops, peak = training.profiled(step, "cpu")
-        assert ops == Counter(rms_norm=1, rms_norm_backward=1)
-        assert peak > 0
+        assert training.ops_run(step) == Counter(rms_norm=1, rms_norm_backward=1)
 
 
 def test_the_demo_fails_where_nothing_is_fused(

@@ -23,7 +23,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 import liger_ops
 
-from ..timing import Accelerator, consecutive
+from ...device import MeasuredDevice
 
 STEPS, WARM_UPS = 15, 4
 # Loose, because transformers' code sums the gradients of biases in bfloat16.
@@ -206,10 +206,10 @@ def gradients(call: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> t
 
 
 def figures(call: Callable[[], Any], step: Callable[[], Any], layer: Layer) -> str:
-    accelerator = Accelerator("cuda")
+    device = MeasuredDevice("cuda")
     with torch.no_grad():
-        forward, _ = consecutive(accelerator, call, STEPS, WARM_UPS)
-    full, _ = consecutive(accelerator, step, STEPS, WARM_UPS)
+        forward, _ = device.consecutive(call, STEPS, WARM_UPS)
+    full, _ = device.consecutive(step, STEPS, WARM_UPS)
     before = torch.cuda.memory_allocated()
     y = call()
     taken = torch.cuda.memory_allocated() - before

@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 import liger_ops
 
-from ..timing import Accelerator, consecutive
+from ...device import MIB, MeasuredDevice
 from .models import TEXT, config_of
 from .ranks import largest, ranks, relative, say
 
@@ -65,8 +65,8 @@ def main() -> int:
             note = f"worst error {max(errors.values()):.1e}"
             note += f", wrong: {wrong}" if wrong else ""
             if on_gpu:
-                times, peak = consecutive(Accelerator("cuda"), partial(step, False), 15, warm_ups=5)
-                note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak))
+                times, peak = MeasuredDevice("cuda").consecutive(partial(step, False), 15, 5)
+                note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak / MIB))
             say(f"{way:12} {note}")
     return int(failed)
 

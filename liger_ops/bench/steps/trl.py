@@ -14,9 +14,7 @@ third, the peak of the memory and the first losses are printed. Each way needs a
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ import trl
 import liger_ops
 from liger_ops.integrations import trl as integration
 
+from ...device import MeasuredDevice, spread
 from .models import config_of
 
 WORDS = 64
@@ -119,7 +118,7 @@ def main() -> None:
     losses = [round(log["loss"], 5) for log in training.state.log_history if "loss" in log]
     measured = "not timed on a CPU"
     if on_gpu:
-        median = statistics.median(milliseconds[UNTIMED:])
+        median = spread(milliseconds[UNTIMED:]).p50
         measured = f"{median:.1f} ms, {max(peaks[UNTIMED:]) / 2**30:.2f} GiB"
     print(f"{options.kind} {options.way}: {measured}; losses {losses[:5]}")
 
@@ -127,26 +126,25 @@ def main() -> None:
 def timed(training: Any, on_gpu: bool) -> tuple[list[float], list[int]]:
     """Train, and return each step's milliseconds without the optimizer, and its peak memory."""
     prepare, step = training._prepare_inputs, training.training_step
+    device = MeasuredDevice("cuda" if on_gpu else "cpu")
     milliseconds: list[float] = []
     peaks: list[int] = []
-    begun = 0.0
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    begin: Any = None
 
     def prepared(*args: Any, **others: Any) -> Any:
-        nonlocal begun
+        nonlocal begin
         result = prepare(*args, **others)
-        begun = now()
+        device.synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        begin = device.recorded()
         return result
 
     def stepped(*args: Any, **others: Any) -> Any:
         result = step(*args, **others)
-        milliseconds.append((now() - begun) * 1e3)
+        end = device.recorded()
+        device.synchronize()
+        milliseconds.append(begin.elapsed_time(end))
         peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
         return result
 
