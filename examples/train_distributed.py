@@ -48,8 +48,8 @@ from torch.distributed.tensor.parallel import (
 
 import liger_ops
 from liger_ops.bench.steps.models import BATCHES, config_of, text_batch
-from liger_ops.bench.steps.ranks import largest, ranks, say
 from liger_ops.device import MeasuredDevice
+from torchrun_ranks import largest, ranks, say
 
 # The small model's vocabulary is not divisible by the ranks, so that their shards differ in size.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -205,7 +205,7 @@ def distributed(model: Any, device: torch.device, options: argparse.Namespace) -
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Shard the weights of the matrix products, and between products the tokens, as DTensors."""
-    tokens = {"output_layouts": Shard(1), "use_local_output": False}
+    tokens: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **tokens),
         "model.norm": SequenceParallel(),

@@ -191,7 +191,7 @@ def test_the_steps_of_a_small_model_agree_where_there_is_no_gpu(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it times layers")
 def test_experts_have_the_gradients_of_transformers() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "liger_ops.bench.steps.experts", "--ways", "liger", "recompute"],
+        [sys.executable, ROOT / "examples/time_experts.py", "--ways", "liger", "recompute"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -203,7 +203,7 @@ def test_experts_have_the_gradients_of_transformers() -> None:
 def test_a_trainer_of_trl_takes_its_steps() -> None:
     pytest.importorskip("trl", reason="the trainer is TRL's")
     result = subprocess.run(
-        [sys.executable, "-m", "liger_ops.bench.steps.trl", "dpo", "fuse", "--shape", "tiny"],
+        [sys.executable, ROOT / "examples/time_trl.py", "dpo", "fuse", "--shape", "tiny"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Time a layer of Llama under tensor and sequence parallelism, beside PyTorch's own layers.
 
-    torchrun --standalone --nproc-per-node 2 -m liger_ops.bench.steps.tensor_parallel
+    torchrun --standalone --nproc-per-node 2 examples/time_tensor_parallel.py
 
 Every way computes a layer of Llama 8B in bfloat16, forward and backward. Its gradients are first
 compared with one float32 computation of the whole layer: the exit status is 1 if they differ by
@@ -32,10 +32,9 @@ from torch.distributed.tensor.parallel import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import liger_ops
-
-from ...device import MIB, MeasuredDevice
-from .models import TEXT, config_of
-from .ranks import largest, ranks, relative, say
+from liger_ops.bench.steps.models import TEXT, config_of
+from liger_ops.device import MIB, MeasuredDevice
+from torchrun_ranks import largest, ranks, relative, say
 
 WAYS: dict[str, tuple[bool, str | None]] = {
     "eager": (False, None),

@@ -1,8 +1,8 @@
 """The experts of a layer: `moe_experts`, transformers' `grouped_mm` eager and compiled, and the
 products alone, by PyTorch's grouped product.
 
-    python -m liger_ops.bench.steps.experts --layers qwen3-30b-32k deepseek-v3
-    python -m liger_ops.bench.steps.experts --layers qwen3-30b-8k --ways liger liger-kernel
+    python examples/time_experts.py --layers qwen3-30b-32k deepseek-v3
+    python examples/time_experts.py --layers qwen3-30b-8k --ways liger liger-kernel
 
 prints TFLOP/s of the forward and of forward and backward, GiB that the forward saves, and the error
 of the gradients against `grouped_mm`. Without a GPU it compares alone, of small layers.
@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 import liger_ops
-
-from ...device import MeasuredDevice
+from liger_ops.device import MeasuredDevice
 
 STEPS, WARM_UPS = 15, 4
 # Loose, because transformers' code sums the gradients of biases in bfloat16.

@@ -1,6 +1,6 @@
 """Time a head and its loss whose vocabulary is sharded over the GPUs of one host.
 
-    torchrun --standalone --nproc-per-node 2 -m liger_ops.bench.steps.vocabulary
+    torchrun --standalone --nproc-per-node 2 examples/time_vocabulary.py
         --divergence forward_kl
         --tokens 24 --hidden 16 --words 97    # on CPUs: compared, and not timed
 
@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ...device import MIB, Effort, MeasuredDevice, spread
-from .ranks import largest, ranks, relative, say
-from .vocabulary_ways import IGNORED, Loss, ways, ways_of_divergence, written
+from liger_ops.device import MIB, Effort, MeasuredDevice, spread
+from torchrun_ranks import largest, ranks, relative, say
+from vocabulary_ways import IGNORED, Loss, ways, ways_of_divergence, written
 
 COMPARED = 256
 # Relative errors of loss and gradients that bfloat16 explains.

@@ -1,8 +1,8 @@
 """Time the steps of TRL's DPO and GRPO trainers, with TRL's own functions and with liger_ops.
 
-    python -m liger_ops.bench.steps.trl dpo trl
-    python -m liger_ops.bench.steps.trl dpo fuse
-    python -m liger_ops.bench.steps.trl grpo fuse --shape tiny    # no times on a CPU
+    python examples/time_trl.py dpo trl
+    python examples/time_trl.py dpo fuse
+    python examples/time_trl.py grpo fuse --shape tiny    # no times on a CPU
 
 The ways are `trl`, nothing changed; `install`, liger_ops behind TRL's functions; and `fuse`, that
 and `liger_ops.fuse` of the model and of the reference model. A step is a forward and a backward
@@ -25,10 +25,9 @@ import transformers
 import trl
 
 import liger_ops
+from liger_ops.bench.steps.models import config_of
+from liger_ops.device import MeasuredDevice, spread
 from liger_ops.integrations import trl as integration
-
-from ...device import MeasuredDevice, spread
-from .models import config_of
 
 WORDS = 64
 UNTIMED = 3
