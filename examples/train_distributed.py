@@ -48,8 +48,8 @@ from torch.distributed.tensor.parallel import (
 
 import liger_ops
 from liger_ops.bench.steps.models import BATCHES, config_of, text_batch
-from liger_ops.bench.steps.ranks import largest, ranks, say
-from liger_ops.bench.timing import Accelerator, consecutive
+from liger_ops.device import MeasuredDevice
+from torchrun_ranks import largest, ranks, say
 
 # The small model's vocabulary is not divisible by the ranks, so that their shards differ in size.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -136,9 +136,9 @@ def train(way: str, device: torch.device, options: argparse.Namespace) -> tuple[
         losses.append(loss.item() / dist.get_world_size())
     if device.type != "cuda":
         return losses, ""
-    times, peak = consecutive(Accelerator("cuda"), step, options.steps - COMPARED)
+    times, peak = MeasuredDevice("cuda").consecutive(step, options.steps - COMPARED)
     text = f"; {times.p50:.1f} ms ({times.p20:.1f} to {times.p80:.1f})"
-    return losses, f"{text}, {largest(peak / 1024)[0]:.1f} GiB"
+    return losses, f"{text}, {largest(peak / 2**30)[0]:.1f} GiB"
 
 
 def build_model(way: str, device: torch.device, options: argparse.Namespace) -> tuple[Any, int]:
@@ -205,7 +205,7 @@ def distributed(model: Any, device: torch.device, options: argparse.Namespace) -
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Shard the weights of the matrix products, and between products the tokens, as DTensors."""
-    tokens = {"output_layouts": Shard(1), "use_local_output": False}
+    tokens: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **tokens),
         "model.norm": SequenceParallel(),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,8 @@ from tqdm import tqdm
 
 import liger_ops
 from liger_ops.bench.command_line import Parser, integer
-from liger_ops.bench.training import Comparison, Training, inductor_works, profiled, reported
+from liger_ops.bench.training import Comparison, Training, inductor_works, ops_run, reported
+from liger_ops.device import Effort, MeasuredDevice
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -38,8 +38,10 @@ MAX_TEXT_BYTES = 8 * 2**20
 # Parameters are equal and so is the arithmetic: only the fused norms' rounding may differ.
 CHECKPOINT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 
-SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SHAPE += ("num_key_value_heads", "vocab_size")
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size"),
+)
 TRAINING = ("steps", "batch_size", "sequence_length", "learning_rate")
 PRESETS = {
     "tiny": ((256, 768, 4, 4, 2, 256), (100, 8, 128, 1e-3)),
@@ -81,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     # The graph rewrites also see the sums before the norms.
     added = 2 * layers if options.backend == "liger" else 0
     norms = {"rms_norm": 2 * layers + 1 - added, "fused_add_rms_norm": added}
-    expected = +Counter(norms, rope=layers, swiglu=layers, linear_cross_entropy_forward=1)
+    once = {"rope": layers, "swiglu": layers, "linear_cross_entropy_forward": 1}
+    expected = +Counter(norms | once)
     checks = {
         **comparison.checks(expected, options.dtype),
         "there must be no graph break": graph_breaks == 0,
@@ -176,7 +179,7 @@ def ops_of(loss: Loss, batch: Tensor) -> Counter[str]:
     """Return the liger ops that a step runs."""
     for _ in range(2):
         # The first step compiles.
-        ops, _ = profiled(lambda: loss(batch).backward(), batch.device.type)
+        ops = ops_run(lambda: loss(batch).backward())
     return ops
 
 
@@ -192,10 +195,11 @@ def train(model: Any, loss_of: Loss, batches: list[Tensor], rate: float, label: 
     steps = len(batches)
     share = lambda step: min((step + 1) / min(10, steps), 1) * (1 - step / steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    losses, seconds = [], []
-    for batch in tqdm(batches, desc=label, unit="step"):
-        began = time.perf_counter()
-        loss = loss_of(batch)
+    losses = []
+    rest = iter(tqdm(batches, desc=label, unit="step"))
+
+    def step() -> None:
+        loss = loss_of(next(rest))
         loss.backward()
         for parameter, master in zip(parameters, masters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
@@ -205,13 +209,16 @@ def train(model: Any, loss_of: Loss, batches: list[Tensor], rate: float, label: 
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-        # item() waits for the device.
         losses.append(loss.item())
-        seconds.append(time.perf_counter() - began)
+
+    device = MeasuredDevice(batches[0].device.type)
+    milliseconds = device.times(step, Effort(steps, seconds=float("inf")))
     optimizer.zero_grad()
-    ops, peak = profiled(lambda: loss_of(batch).backward(), batch.device.type)
+    alone = lambda: loss_of(batches[-1]).backward()
+    peak = device.peak_bytes(alone)
+    ops = ops_run(alone)
     model.zero_grad()
-    return Training(torch.tensor(losses), seconds, ops, peak)
+    return Training(torch.tensor(losses), milliseconds, ops, peak)
 
 
 if __name__ == "__main__":

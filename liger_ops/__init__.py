@@ -59,8 +59,7 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
-from .decompositions import decompositions, export_to_onnx
-from .flops import count_flops
+from .decompositions import count_flops, decompositions, export_to_onnx
 from .inductor import register_with_inductor
 
 __version__ = "0.1.0"

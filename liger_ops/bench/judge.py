@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ..device import Spread
 from .providers import LOW_MEMORY, OURS, PROVIDERS
-from .timing import Spread
 
 # Metric -> its unit. speed is the time on the device, host the time on the host, graph the time of
 # a captured graph, memory the peak above what was allocated before, and share that of the device's

@@ -12,20 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import MIB, Clock, Effort, Spread
 from .judge import COPY, MATRIX_PRODUCT, OF_VALUES, SIMULATED, UNITS, Point, Points
 from .providers import MODULES, PROVIDERS, Peers, functions, one_line
-from .timing import (
-    MB,
-    Accelerator,
-    Clock,
-    Effort,
-    Spread,
-    copy_rate,
-    host_microseconds,
-    interleaved,
-    matrix_rate,
-    timed,
-)
+from .timing import Accelerator, copy_rate, host_microseconds, interleaved, matrix_rate, timed
 from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 
 # The result of a measurement, or the reason that there is none.
@@ -214,7 +204,7 @@ class Run:
                 self.accelerator.release_memory()
         if "full" in self._modes(workload):
             for name, call in calls.items():
-                peak = partial(self.accelerator.peak_memory, call.full)
+                peak = partial(self._peak, call)
                 self._attempt(workload, name, "memory", "full", peak)
         return list(calls)
 
@@ -228,7 +218,7 @@ class Run:
         entry = workload.entry
         # The truth is computed from the first provider's inputs, before any call has run.
         truths = entry.truth(entry.definition, first.tensors, first.dys)
-        gradients = sum(t.nbytes for t in first.tensors if t.requires_grad) / MB
+        gradients = sum(t.nbytes for t in first.tensors if t.requires_grad) / MIB
         correct = {}
         for name, call in calls.items():
             try:
@@ -260,6 +250,9 @@ class Run:
         for name, call in self._calls(workload, names).items():
             self._attempt(workload, name, "graph", "full", partial(self._graph, call))
             self._recover()
+
+    def _peak(self, call: ProviderCall) -> float:
+        return self.accelerator.peak_bytes(call.full) / MIB
 
     def _host(self, call: ProviderCall, mode: str) -> Spread:
         call.results()

@@ -14,8 +14,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from ..device import Spread
 from .judge import Point, Points
-from .timing import Spread
 
 # Columns in the order of the fields of Spread.
 COLUMNS = ("y_values_50", "y_values_20", "y_values_80")

@@ -1,19 +1,17 @@
-"""The accelerator, and timers: device time by the device's events, host time by a clock."""
+"""The accelerator, and timers of calls: on the device by its events, on the host by a clock."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import infer_device
+from ..device import Clock, Effort, MeasuredDevice, Spread, infer_device, spread
 from .providers import one_line
 
 KINDS = ("cuda", "npu")
@@ -24,14 +22,11 @@ CACHE_BYTES = 256 * 2**20
 HEAD_START_CYCLES = 4_000_000
 # A device without a sleep instruction flushes the cache instead, about 0.2 ms each time.
 HEAD_START_FLUSHES = 10
-MB = 2**20
 
-Clock = Callable[[], float]
 # Prepares a call, and returns the function to time.
 Prepare = Callable[[], Callable[[], Any]]
 
 WARM_UPS = 3
-FEWEST_ROUNDS = 5
 BURSTS = 11
 CALLS_OF_A_BURST = 30
 
@@ -43,31 +38,18 @@ class NoAccelerator(Exception):
     """Nothing can be measured; the text is the reason, in one sentence."""
 
 
-class Accelerator:
+class Accelerator(MeasuredDevice):
     """A GPU through torch.cuda, or an Ascend NPU through torch.npu, which has the same interface.
 
     The NPU code has not been run on an Ascend device.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.module: Any = getattr(torch, kind)
-        self._cache_filler: Tensor | None = None
+    _cache_filler: Tensor | None = None
 
     @property
     def is_simulated(self) -> bool:
         """True on a simulated device, which computes results, but whose times mean nothing."""
         return bool(getattr(self.module, "is_simulated", False))
-
-    @property
-    def name(self) -> str:
-        return str(self.module.get_device_name())
-
-    def event(self) -> Any:
-        return self.module.Event(enable_timing=True)
-
-    def synchronize(self) -> None:
-        self.module.synchronize()
 
     def flush_cache(self) -> None:
         if self._cache_filler is None:
@@ -87,15 +69,6 @@ class Accelerator:
 
     def release_memory(self) -> None:
         self.module.empty_cache()
-
-    def peak_memory(self, function: Callable[[], Any]) -> float:
-        """Return the peak memory of a call above what was allocated before it, in MB."""
-        self.synchronize()
-        before = self.module.memory_allocated()
-        self.module.reset_peak_memory_stats()
-        function()
-        self.synchronize()
-        return (self.module.max_memory_allocated() - before) / MB
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Capture the call in a graph, and return a function that replays it."""
@@ -128,34 +101,6 @@ def find(kind: str | None) -> Accelerator:
     return Accelerator(kind)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The median, and the 20th and 80th percentiles."""
-
-    p50: float
-    p20: float
-    p80: float
-
-    def map(self, function: Callable[[float], float]) -> Spread:
-        """Apply a function to all three values; a decreasing one swaps the percentiles."""
-        low, high = sorted((function(self.p20), function(self.p80)))
-        return Spread(function(self.p50), low, high)
-
-
-def spread(values: Sequence[float]) -> Spread:
-    ordered = sorted(values)
-    at = lambda share: ordered[round(share * (len(ordered) - 1))]
-    return Spread(at(0.5), at(0.2), at(0.8))
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The number of times that a call is timed: `rounds`, or fewer after `seconds` per provider."""
-
-    rounds: int = 25
-    seconds: float = 2.0
-
-
 # Effort for the peak rates of the device.
 RATE_EFFORT = Effort(seconds=3.0)
 
@@ -164,7 +109,8 @@ def interleaved(
     accelerator: Accelerator, prepares: Mapping[str, Prepare],
     effort: Effort, clock: Clock = time.perf_counter,
 ) -> tuple[dict[str, Spread], dict[str, str]]:  # fmt: skip
-    """Time calls on the device: milliseconds per call, and one line for each call that failed.
+    """Time calls on the device: milliseconds per call, and one line for each call that failed. The
+    seconds of `effort` are for each provider.
 
     In every round each call runs once, after a flush of the cache, and the order rotates from round
     to round. A change during the measurement, such as of a clock rate or by another process, thus
@@ -184,13 +130,10 @@ def interleaved(
     for name, prepare in prepares.items():
         attempt(name, partial(_warm_up, accelerator, prepare))
     times: dict[str, list[float]] = {name: [] for name in running}
-    began = clock()
-    allowed = effort.seconds * len(running)
+    began, providers = clock(), len(running)
     for turn in range(effort.rounds):
-        if turn >= FEWEST_ROUNDS and clock() - began > allowed:
-            break
         names = list(running)
-        if not names:
+        if not names or effort.is_spent(turn, (clock() - began) / providers):
             break
         first = turn % len(names)
         events = {}
@@ -212,13 +155,11 @@ def _warm_up(accelerator: Accelerator, prepare: Prepare) -> None:
 
 def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Any, Any]:
     timed = prepare()
-    start, end = accelerator.event(), accelerator.event()
     accelerator.flush_cache()
     accelerator.head_start()
-    start.record()
+    start = accelerator.recorded()
     timed()
-    end.record()
-    return start, end
+    return start, accelerator.recorded()
 
 
 def host_microseconds(
@@ -253,25 +194,6 @@ def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> 
     if failures:
         raise RuntimeError(failures["call"])
     return times["call"]
-
-
-def consecutive(
-    accelerator: Accelerator, step: Callable[[], Any], steps: int, warm_ups: int = 0
-) -> tuple[Spread, float]:
-    """Measure the milliseconds of a step among steps that follow each other, and their peak memory
-    in MB."""
-    for _ in range(warm_ups):
-        step()
-    accelerator.synchronize()
-    accelerator.module.reset_peak_memory_stats()
-    events = [accelerator.event() for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    accelerator.synchronize()
-    times = spread([start.elapsed_time(end) for start, end in pairwise(events)])
-    return times, accelerator.module.max_memory_allocated() / MB
 
 
 def copy_rate(accelerator: Accelerator) -> Spread:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import sys
 import sysconfig
 from collections import Counter
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..rewrites.gain import events_of, peak_of
-from .timing import MB, Accelerator
+from ..device import MIB, events_of, spread
 
 # The largest difference between two loss curves that passes, up to step EARLY_STEPS and after it.
 # Training amplifies differences in rounding. Measured with examples/train_llama.py, tiny: float32
@@ -34,33 +32,28 @@ class Training:
 
     # Of each step; the first step includes compilation.
     losses: Tensor
-    seconds: list[float]
+    milliseconds: list[float]
     # The liger ops that a step runs.
     ops: Counter[str]
-    # The peak memory of a step in MB, above parameters and optimizer state.
-    peak: float
+    # Of a step, above parameters and optimizer state.
+    peak_bytes: int
 
     def __str__(self) -> str:
         text = f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
-        text += f", first step {self.seconds[0]:.1f} s"
-        if len(self.seconds) > 1:
-            text += f", then {1e3 * statistics.median(self.seconds[1:]):.1f} ms a step"
+        first, *rest = self.milliseconds
+        text += f", first step {first / 1e3:.1f} s"
+        if rest:
+            text += f", then {spread(rest).p50:.1f} ms a step"
         return text
 
 
-def profiled(step: Callable[[], Any], device: str) -> tuple[Counter[str], float]:
-    """Return the liger ops that a step runs, and its peak memory in MB above what was allocated
-    before.
+def ops_run(step: Callable[[], Any]) -> Counter[str]:
+    """Return the liger ops that a step runs.
 
     The step must be compiled already, because tracing also runs every op.
     """
-    on_cpu = device == "cpu"
-    peaks = []
-    call = step if on_cpu else lambda: peaks.append(Accelerator(device).peak_memory(step))
-    events = events_of(call, memory=on_cpu)
-    names = (event.name().split("::") for event in events)
-    ops = Counter(name[1] for name in names if name[0] == library.NAMESPACE)
-    return ops, peak_of(events) / MB if on_cpu else peaks[0]
+    names = (event.name().split("::") for event in events_of(step, memory=False))
+    return Counter(name[1] for name in names if name[0] == library.NAMESPACE)
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,8 @@ class Comparison:
 
     def rows(self) -> dict[str, str]:
         """Return the printed comparison: row name -> text."""
-        peaks = f"{self.untouched.peak:,.1f} MiB untouched, {self.changed.peak:,.1f} with liger_ops"
+        untouched, changed = (run.peak_bytes / MIB for run in (self.untouched, self.changed))
+        peaks = f"{untouched:,.1f} MiB untouched, {changed:,.1f} with liger_ops"
         return {
             "forward graph": counted(self.forward),
             "backward graph": counted(self.backward),

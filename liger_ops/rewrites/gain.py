@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
+from ..device import MIB, Effort, MeasuredDevice, spread
 from ..torch_private import FakeTensor
 from .default_rewrites import chosen
 from .engine.failure import first_line
 from .state import state_kept
 from .verify import as_unchanged, loss_of, modules_of
 
-# A step is timed at least FEWEST and at most MOST times; between these, until SECONDS have passed.
-FEWEST, MOST, SECONDS = 5, 30, 3.0
-
-MIB = 2**20
+EFFORT = Effort(rounds=30, seconds=3.0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ def measured(model: Any, args: Sequence[Any], kwargs: dict[str, Any], used: Iter
         before = (run.eager(f"{name}eager"), run.compiled(f"{name}torch.compile"))
     if changed:
         after = (run.eager("fused, eager"), run.compiled("fused, torch.compile"))
-        return Gain(run.device_name, before + after)
+        return Gain(run.device.name, before + after)
     defaults = chosen(None, True, "explain")
     last = run.compiled("backend='liger'", backend="liger")
     active = [name for name in defaults if name in set(used)]
@@ -93,7 +86,7 @@ def measured(model: Any, args: Sequence[Any], kwargs: dict[str, Any], used: Iter
         options = {"rewrites": [other for other in defaults if other != name]}
         without.append(run.compiled(f"  without {name}", backend="liger", options=options))
     relevant = (step for step in without if _differs(step, last))
-    return Gain(run.device_name, (*before, last), tuple(relevant))
+    return Gain(run.device.name, (*before, last), tuple(relevant))
 
 
 def _differs(a: MeasuredStep, b: MeasuredStep) -> bool:
@@ -115,9 +108,7 @@ class _Steps:
         leaves = [*parameters, *pytree.tree_leaves((args, kwargs))]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         self.leaves = [x for x in tensors if x.requires_grad]
-        device_type = tensors[0].device.type if tensors else "cpu"
-        self.device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
-        self.device_name = self.device.get_device_name() if self.device else "the CPU"
+        self.device = MeasuredDevice(tensors[0].device.type if tensors else "cpu")
 
     def eager(self, name: str) -> MeasuredStep:
         return replace(self._step(name, lambda: self.model), compile_seconds=0.0)
@@ -140,55 +131,13 @@ class _Steps:
             loss = loss_of(function(*self.args, **self.kwargs))
             torch.autograd.grad(loss, self.leaves, allow_unused=True)
 
-        first = self._seconds(call)
+        (first,) = self.device.times(call, Effort(rounds=1))
         call()
-        peak = self._peak(call)
-        times: list[float] = []
-        while len(times) < FEWEST or (len(times) < MOST and sum(times) < SECONDS):
-            times.append(self._seconds(call))
-        median, (low, *_, high) = statistics.median(times), statistics.quantiles(times, n=5)
-        return MeasuredStep(
-            name, 1e3 * median, (1e3 * low, 1e3 * high), peak, max(first - median, 0.0)
-        )
-
-    def _seconds(self, call: Callable[[], None]) -> float:
-        """Time a call, by events of the device or, on the CPU, by the host's clock."""
-        if self.device is None:
-            started = time.perf_counter()
-            call()
-            return time.perf_counter() - started
-        begin, end = (self.device.Event(enable_timing=True) for _ in range(2))
-        self.device.synchronize()
-        begin.record()
-        call()
-        end.record()
-        self.device.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def _peak(self, call: Callable[[], None]) -> int:
-        if self.device is None:
-            return peak_of(events_of(call, memory=True))
-        before = self.device.memory_allocated()
-        self.device.reset_peak_memory_stats()
-        call()
-        self.device.synchronize()
-        return int(self.device.max_memory_allocated() - before)
-
-
-def events_of(call: Callable[[], object], memory: bool) -> list[Any]:
-    """Return the profiler's events of a call on the CPU, in order; with `memory` allocations."""
-    # Without this the profiler writes two lines to standard error.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=memory) as profiler:
-        call()
-    events = profiler.profiler.kineto_results.events()
-    return sorted(events, key=lambda event: event.start_ns())
-
-
-def peak_of(events: Iterable[Any]) -> int:
-    """Return the largest number of bytes that is held at any of these events."""
-    held = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
-    return max(held, default=0)
+        peak = self.device.peak_bytes(call)
+        # Each step begins on an idle device, so that none hides the host's time of another.
+        times = spread(self.device.times(call, EFFORT, before=self.device.synchronize))
+        compiling = max(first - times.p50, 0.0) / 1e3
+        return MeasuredStep(name, times.p50, (times.p20, times.p80), peak, compiling)
 
 
 def saved_bytes(module: fx.GraphModule) -> int | None:

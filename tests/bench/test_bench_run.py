@@ -15,9 +15,9 @@ from liger_ops.bench import measure, records, timing
 from liger_ops.bench.command_line import carried_out
 from liger_ops.bench.judge import COPY, failures
 from liger_ops.bench.measure import Run
-from liger_ops.bench.timing import Effort
 from liger_ops.bench.workloads import ENTRIES
 from liger_ops.bench.workloads.entry import Workload
+from liger_ops.device import Effort
 
 
 def test_the_error_is_the_largest_and_nan_never_passes() -> None:

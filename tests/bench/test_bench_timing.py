@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,11 @@ from liger_ops.bench.measure import ProviderCall
 from liger_ops.bench.timing import (
     BURSTS,
     CALLS_OF_A_BURST,
-    FEWEST_ROUNDS,
     WARM_UPS,
-    Effort,
-    Spread,
-    consecutive,
     host_microseconds,
     interleaved,
-    spread,
 )
+from liger_ops.device import FEWEST_ROUNDS, Effort, HostEvent, MeasuredDevice, Spread, spread
 
 
 def test_spread_is_the_median_and_percentiles() -> None:
@@ -57,6 +54,7 @@ def test_steps_in_a_row_are_timed_from_one_end_to_the_next() -> None:
     clock = ManualClock()
     accelerator = CpuStandIn(clock)
     accelerator.module = SimpleNamespace(
+        Event=lambda enable_timing: HostEvent(clock),
         reset_peak_memory_stats=lambda: accelerator.log.append("reset"),
         max_memory_allocated=lambda: 3 * 2**20,
     )
@@ -66,9 +64,38 @@ def test_steps_in_a_row_are_timed_from_one_end_to_the_next() -> None:
         clock.now += next(seconds)
         accelerator.log.append("step")
 
-    times, peak = consecutive(accelerator, step, steps=3, warm_ups=1)
-    assert times.p50 == pytest.approx(2.0) and times.p80 == pytest.approx(3.0) and peak == 3.0
-    assert accelerator.log == ["step", "synchronize", "reset", *["step"] * 3, "synchronize"]
+    times, peak = accelerator.consecutive(step, steps=3, warm_ups=1)
+    assert times.p50 == pytest.approx(2.0) and times.p80 == pytest.approx(3.0)
+    assert peak == 3 * 2**20
+    log = ["step", "synchronize", "reset", "synchronize", *["step"] * 3, "synchronize"]
+    assert accelerator.log == log
+
+
+def test_what_runs_before_each_step_is_not_timed() -> None:
+    clock = ManualClock()
+
+    def passing(seconds: float) -> Callable[[], None]:
+        return lambda: setattr(clock, "now", clock.now + seconds)
+
+    device = MeasuredDevice("cpu", clock)
+    times = device.times(passing(0.002), Effort(rounds=3), before=passing(9.0))
+    assert times == pytest.approx([2.0] * 3)
+    # It counts for the seconds of the effort, and a few steps are timed however long they take.
+    rounds = len(device.times(passing(0.5), Effort(100, seconds=7.0), before=passing(0.5)))
+    assert rounds == 8
+    assert len(device.times(passing(1.0), Effort(100, seconds=0.1))) == FEWEST_ROUNDS
+
+
+def test_a_cpu_s_peak_is_what_a_call_holds_at_once() -> None:
+    device = MeasuredDevice("cpu")
+
+    def call() -> None:
+        for _ in range(3):
+            torch.empty(2**20, dtype=torch.uint8)
+
+    assert 2**20 <= device.peak_bytes(call) < 2**21
+    (_, peak) = device.consecutive(call, steps=1)
+    assert 2**20 <= peak < 2**21 and device.name == "the CPU"
 
 
 def test_each_mode_times_its_part() -> None:

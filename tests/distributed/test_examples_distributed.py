@@ -1,4 +1,4 @@
-"""The example and the commands of the bench for several devices, on two processes."""
+"""The examples for several devices, on two processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import ranks
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 SECONDS = 400
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # A thread of gloo's that is left aborts a process while it exits, once in some hundred runs.
@@ -47,7 +48,7 @@ def started(folder: Path, *words: str) -> str:
     ("tp", "ways"), [("1", ["eager", "fuse", "liger", "backend"]), ("2", ["eager", "fuse"])]
 )
 def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str], tmp_path: Path) -> None:
-    arguments = [str(ROOT / "examples" / "train_distributed.py")]
+    arguments = [str(EXAMPLES / "train_distributed.py")]
     arguments += ["--way", *ways, "--precision", "float32", "--sequence-length", "16", "--tp", tp]
     arguments += ["--shape", "tiny", "--inner-backend", "aot_eager"]
     output = started(tmp_path, *arguments) if tp == "2" else started_by_torchrun(*arguments)
@@ -75,8 +76,8 @@ def test_the_ways_of_a_sharded_vocabulary_are_right(
     options: list[str], ways: list[str], tmp_path: Path
 ) -> None:
     sizes = ["--tokens", "24", "--hidden", "16", "--words", "97"]
-    words = ["liger_ops.bench.steps.vocabulary", *sizes, *options, "--way", *ways]
-    output = started(tmp_path, *words) if options else started_by_torchrun("-m", *words)
+    words = [str(EXAMPLES / "time_vocabulary.py"), *sizes, *options, "--way", *ways]
+    output = started(tmp_path, *words) if options else started_by_torchrun(*words)
     lines = output.splitlines()
     # 97 words do not divide by two ranks, and packages that are not installed are named.
     assert [re.split(" errors| not run: ", line)[0].rstrip() for line in lines] == ways
@@ -85,6 +86,6 @@ def test_the_ways_of_a_sharded_vocabulary_are_right(
 
 
 def test_the_ways_of_a_tensor_parallel_layer_are_right(tmp_path: Path) -> None:
-    output = started(tmp_path, "liger_ops.bench.steps.tensor_parallel")
+    output = started(tmp_path, str(EXAMPLES / "time_tensor_parallel.py"))
     ways = ["eager", "inductor", "liger", "fuse", "fuse, liger"]
     assert [line.split(" worst")[0].rstrip() for line in output.splitlines()] == ways

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import liger_ops.lowering.npu as npu
 from liger_ops import library
+from liger_ops.lowering.common.activations.gated import ACTIVATIONS
 from liger_ops.lowering.npu import tiling
 from liger_ops.lowering.npu.attention import multi_token_attention
 from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, GroupShape, Plan
@@ -21,8 +22,8 @@ UB_BYTES = st.sampled_from((65536, 131072, 196608, 262144))
 ITEMSIZES = st.sampled_from(({2}, {4}, {2, 4}))
 CORES = st.integers(1, 64)
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 2**20), st.sampled_from((2048, 4096, 8192)))
-ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
-ELEMENTWISE_OPS = [op for op in COSTS if any(name in op for name in ACTIVATIONS)]
+ELEMENTWISE = (*ACTIVATIONS, "relu_squared")
+ELEMENTWISE_OPS = [op for op in COSTS if any(name in op for name in ELEMENTWISE)]
 ROW_OPS = [op for op in COSTS if not op.startswith("group_norm") and op not in ELEMENTWISE_OPS]
 GROUP_OPS = [op for op in COSTS if op.startswith("group_norm")]
 

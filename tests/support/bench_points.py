@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from liger_ops.bench.judge import COPY, MATRIX_PRODUCT, UNITS, Point, Points
 from liger_ops.bench.providers import LOW_MEMORY, PROVIDERS
-from liger_ops.bench.timing import Spread
+from liger_ops.device import Spread
 
 # All providers but two: no op has all.
 SIX = [name for name in PROVIDERS if name not in (LOW_MEMORY, "trl")]

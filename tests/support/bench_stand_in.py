@@ -19,32 +19,17 @@ class ManualClock:
         return self.now
 
 
-class ClockEvent:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-
-    def record(self) -> None:
-        self.at = self.clock()
-
-    def elapsed_time(self, end: ClockEvent) -> float:
-        return 1e3 * (end.at - self.at)
-
-
 class CpuStandIn(Accelerator):
     """A stand-in that lists its calls in `log`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__("cpu")
-        self.clock = clock
+        super().__init__("cpu", clock)
         self.log: list[str] = []
         self.lost = False
 
     @property
     def name(self) -> str:
         return "a CPU in the place of a GPU"
-
-    def event(self) -> ClockEvent:
-        return ClockEvent(self.clock)
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
@@ -63,9 +48,9 @@ class CpuStandIn(Accelerator):
     def release_memory(self) -> None:
         self.log.append("release")
 
-    def peak_memory(self, function: Callable[[], Any]) -> float:
-        function()
-        return 3.0
+    def peak_bytes(self, call: Callable[[], Any]) -> int:
+        call()
+        return 3 * 2**20
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
         function()

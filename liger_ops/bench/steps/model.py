@@ -37,7 +37,6 @@ import re
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Callable, Container, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
@@ -48,8 +47,7 @@ from torch import Tensor
 
 import liger_ops
 
-from ..timing import Accelerator, consecutive, spread
-from ..training import profiled
+from ...device import MeasuredDevice
 from .models import BATCHES, TEXT, Batch, text_model
 from .unet import CHANNELS_LAST, UNETS, unet
 
@@ -212,17 +210,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     result: dict[str, Any] = {"losses": [loss.item() for loss in [step() for _ in range(WARM_UP)]]}
     result["warm_up_s"] = time.perf_counter() - started
-    if torch.cuda.is_available():
-        accelerator = Accelerator("cuda")
-        times, peak = consecutive(accelerator, step, options.steps)
+    measured = MeasuredDevice(device)
+    times, peak = measured.consecutive(step, options.steps)
+    result["device"] = platform.machine()
+    if device == "cuda":
         # The allocator's own peak does not include the pools of CUDA graphs.
-        free, total = accelerator.module.mem_get_info()
-        result |= {"held_gib": (total - free) / 2**30, "device": accelerator.name}
-    else:
-        took = [timeit.timeit(step, number=1) for _ in range(options.steps)]
-        times, (_, peak) = spread(took).map(lambda seconds: 1e3 * seconds), profiled(step, "cpu")
-        result |= {"device": platform.machine()}
-    result |= {"ms": times.p50, "ms_20": times.p20, "ms_80": times.p80, "gib": peak / 1024}
+        free, total = torch.cuda.mem_get_info()
+        result |= {"held_gib": (total - free) / 2**30, "device": measured.name}
+    result |= {"ms": times.p50, "ms_20": times.p20, "ms_80": times.p80, "gib": peak / 2**30}
     result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     return result
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...library import declared
+from ...ops.activations.gated import AXES as GATE_AND_UP
 from ...ops.rows import ShardedColumns
 from ...record import Op
 from ...torch_private import StridedShard
@@ -28,9 +30,6 @@ SHARDED_COLUMNS = (
 )  # fmt: skip
 # Ops of groups of columns: a device that has whole groups needs nothing of other devices.
 GROUPED_COLUMNS = ("gated_rms_norm", "group_norm")
-# Ops of a gate and an up that may be packed in one tensor: a device that has the same columns of
-# both needs nothing of other devices.
-GATED_COLUMNS = ("swiglu", "clamped_swiglu", "geglu")
 # The tensor whose placements say which columns a device has: x; in a backward the sum s of
 # fused_add_rms_norm, or the result y of a softmax; or the packed gate.
 NAMES = ("x", "s", "y", "gate")
@@ -87,12 +86,18 @@ class Sharded(NamedTuple):
         return first, count
 
 
+def _is_gated(op: Op) -> bool:
+    """Return whether an op has a gate and an up that may be packed in one tensor: a device that has
+    the same columns of both needs nothing of other devices."""
+    return declared(op).axes == GATE_AND_UP
+
+
 def _sharded(op: Op, call: Any) -> Sharded | None:
     """Return the argument whose columns are sharded; None if there is none, or if another dimension
     of the mesh has a placement that is not kept."""
     base = base_of(op.name)
-    packed = base in GATED_COLUMNS
-    if base not in (*SHARDED_COLUMNS, *GROUPED_COLUMNS, *GATED_COLUMNS):
+    packed = _is_gated(op)
+    if not packed and base not in (*SHARDED_COLUMNS, *GROUPED_COLUMNS):
         return None
     if packed and call.up is not None:
         return None
@@ -136,7 +141,7 @@ def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
 def _compute(op: Op, call: Any, x: Sharded, placed: Placed) -> Compute | None:
     """Return the function by which a device computes its columns; None if they have to move."""
     base, columns, devices = base_of(op.name), x.columns, x.devices
-    if base in GATED_COLUMNS:
+    if _is_gated(op):
         return _by_itself(op) if columns % (HALVES * devices) == 0 else None
     groups = getattr(call, "num_groups", None)
     if getattr(call, "group_size", None) not in (None, columns):

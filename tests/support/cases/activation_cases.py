@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from launch_forms import BF16, COUNTED_ROWS, FP32, ROWS, WIDTHS, Fields, Forms, masks, shapes, tiled
+from liger_ops import library
 from op_under_test import (
     SAME,
     OpUnderTest,
@@ -65,48 +67,55 @@ def together(dgate: Tensor, dup: Tensor, form: str) -> list[Tensor]:
     return [dgate, dup]
 
 
-def terms(op: str, case: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """Compute the magnitudes of the terms of the activation and its slope, and of their factors
-    from up.
+# The magnitudes of the terms of an activation with its scalars, of its slope, and of their factor
+# from up. The relative error of exp(z) is z times that of z, which gives the factors 1 + |z|.
+Terms = tuple[Tensor, Tensor, Tensor]
 
-    The relative error of exp(z) is z times that of z, hence the factors 1 + |z|.
-    """
-    if op == "geglu" and case.approximate == "none":
+
+def sigmoid_terms(
+    value: Tensor, z: Tensor, derivative: Tensor, factor: Tensor, scale: float = 1.0
+) -> Terms:
+    """Return the terms of value * sigmoid(z) * factor; `derivative` is value * dz / dvalue, and
+    `scale` is the derivative of value."""
+    sigmoid = torch.sigmoid(z)
+    slope = sigmoid * (1 + derivative.abs() * (1 - sigmoid)) * (1 + z.abs()) * abs(scale)
+    return value.abs() * (sigmoid * (1 + z.abs()) + TINY), slope + TINY, factor.abs()
+
+
+def swiglu_terms(case: Any, gate: Tensor, up: Tensor) -> Terms:
+    value = gate * case.gate_multiplier
+    z, down = value.clamp(-1000, 1000), abs(case.down_multiplier)
+    activation, slope, factor = sigmoid_terms(value, z, z, up, case.gate_multiplier)
+    return activation * down, slope * down, factor
+
+
+def geglu_terms(case: Any, gate: Tensor, up: Tensor) -> Terms:
+    if case.approximate == "none":
         density = gate.square().mul(-0.5).exp() / math.sqrt(2 * math.pi)
         slope = 1 + gate.abs() * density * (1 + gate.square())
-        return gate.abs(), slope, up.abs(), torch.ones_like(up)
-    if op == "geglu":
-        near = gate.clamp(-30, 30)
-        z = math.sqrt(8 / math.pi) * (near + 0.044715 * near**3)
-        derivative = near * math.sqrt(8 / math.pi) * (1 + 0.134145 * near**2)
-        value, factor, slope_factor = gate, up, 1.0
-    elif op == "swiglu":
-        value = gate * case.gate_multiplier
-        z = derivative = value.clamp(-1000, 1000)
-        factor, slope_factor = up * case.down_multiplier, case.gate_multiplier
-    else:
-        value = gate.clamp(max=case.limit)
-        z = derivative = (value * case.alpha).clamp(-1000, 1000)
-        factor = up.clamp(-case.limit, case.limit).abs() + abs(case.up_offset)
-        slope_factor = 1.0
-    sigmoid = torch.sigmoid(z)
-    slope = sigmoid * (1 + derivative.abs() * (1 - sigmoid)) * (1 + z.abs()) * abs(slope_factor)
-    activation = value.abs() * (sigmoid * (1 + z.abs()) + TINY)
-    return activation, slope + TINY, factor.abs(), factor / up
+        return gate.abs(), slope, up.abs()
+    near = gate.clamp(-30, 30)
+    z = math.sqrt(8 / math.pi) * (near + 0.044715 * near**3)
+    derivative = near * math.sqrt(8 / math.pi) * (1 + 0.134145 * near**2)
+    return sigmoid_terms(gate, z, derivative, up)
 
 
-def gated_output_magnitudes(op: str, form: str, case: Any, tensors: Tensors) -> list[Tensor]:
-    gate, up = apart(tensors["gate"], tensors["up"], form)
-    activation, _, factor, _ = terms(op, case, gate, up)
+def clamped_swiglu_terms(case: Any, gate: Tensor, up: Tensor) -> Terms:
+    value = gate.clamp(max=case.limit)
+    z = (value * case.alpha).clamp(-1000, 1000)
+    factor = up.clamp(-case.limit, case.limit).abs() + abs(case.up_offset)
+    return sigmoid_terms(value, z, z, factor)
+
+
+def gated_output_magnitudes(terms: Any, form: str, case: Any, tensors: Tensors) -> list[Tensor]:
+    activation, _, factor = terms(case, *apart(tensors["gate"], tensors["up"], form))
     return [activation * factor + TINY]
 
 
-def gated_gradient_magnitudes(op: str, form: str, case: Any, tensors: Tensors) -> list[Tensor]:
-    gate, up = apart(tensors["gate"], tensors["up"], form)
-    activation, slope, factor, _ = terms(op, case, gate, up)
+def gated_gradient_magnitudes(terms: Any, form: str, case: Any, tensors: Tensors) -> list[Tensor]:
+    activation, slope, factor = terms(case, *apart(tensors["gate"], tensors["up"], form))
     dy = tensors["dy"].double().abs()
-    scale = abs(case.down_multiplier) if op == "swiglu" else 1.0
-    return together(dy * slope * factor + TINY, dy * activation * scale + TINY, form)
+    return together(dy * slope * factor + TINY, dy * activation + TINY, form)
 
 
 def unary_tensors(case: Any) -> Tensors:
@@ -152,10 +161,15 @@ def described(name: str, form: str, choices: Fields, *options: Fields, **more: A
     )
 
 
-def gated(name: str, choices: Fields, sampled: Fields, *options: Fields) -> list[OpUnderTest]:
+def gated(
+    name: str, terms: Callable[[Any, Tensor, Tensor], Terms], *options: Fields,
+    sampled: Fields | None = None, **choices: Sequence[Any],
+) -> list[OpUnderTest]:  # fmt: skip
     """Return the entries of a gated activation: of separate tensors, of halves of one tensor and,
-    if the op has them, of interleaved columns."""
-    forms = ("", "packed", "interleaved")[: 2 + (name == "clamped_swiglu")]
+    if the op has them, of interleaved columns. `choices` are the op's scalars, and `options` their
+    values that have kernels of their own."""
+    interleaved = "interleaved" in library.OPS[name].arguments._fields
+    forms = ("", "packed", "interleaved")[: 2 + interleaved]
     return [
         described(
             name,
@@ -169,9 +183,9 @@ def gated(name: str, choices: Fields, sampled: Fields, *options: Fields) -> list
                     c.output_mask[0], c.output_mask[1] and not form,
                 ],
             },
-            output_magnitudes=partial(gated_output_magnitudes, name, form),
-            gradient_magnitudes=partial(gated_gradient_magnitudes, name, form),
-            sampled=sampled,
+            output_magnitudes=partial(gated_output_magnitudes, terms, form),
+            gradient_magnitudes=partial(gated_gradient_magnitudes, terms, form),
+            sampled=sampled or {},
             compiled=[
                 {**shape, **option}
                 for shape in shapes((4, 100), (4, 4096))
@@ -186,19 +200,14 @@ def gated(name: str, choices: Fields, sampled: Fields, *options: Fields) -> list
 
 OPS = (
     *gated(
-        "swiglu",
-        {"gate_multiplier": (1.0, 0.5, -0.3), "down_multiplier": (1.0, 0.088, -1.0)},
-        {"gate_multiplier": 0.7, "down_multiplier": 1.3},
-        {"up_dtype": FP32},
+        "swiglu", swiglu_terms, {"up_dtype": FP32},
+        sampled={"gate_multiplier": 0.7, "down_multiplier": 1.3},
+        gate_multiplier=(1.0, 0.5, -0.3), down_multiplier=(1.0, 0.088, -1.0),
     ),
-    *gated("geglu", {"approximate": ("tanh", "none")}, {}, {"approximate": "none"}),
+    *gated("geglu", geglu_terms, {"approximate": "none"}, approximate=("tanh", "none")),
     *gated(
-        "clamped_swiglu",
-        {
-            "alpha": (1.702, 1.0, -0.7), "limit": (7.0, 0.5, float("inf")),
-            "up_offset": (1.0, 0.0, -1.0),
-        },
-        {"limit": 0.8},
+        "clamped_swiglu", clamped_swiglu_terms, sampled={"limit": 0.8},
+        alpha=(1.702, 1.0, -0.7), limit=(7.0, 0.5, float("inf")), up_offset=(1.0, 0.0, -1.0),
     ),
     described(
         "relu_squared",

@@ -93,7 +93,7 @@ def ended(
 
 
 def program(ranks: int, folder: Path, seconds: float, *words: str) -> tuple[list[Any], str]:
-    """Run a program, a file or a module, as torchrun would; return its exit codes and output."""
+    """Run a file as torchrun would; return its exit codes and output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -108,10 +108,10 @@ def _program(rank: int, ranks: int, folder: Path, port: int, words: tuple[str, .
     # No GPU is visible, so that the processes are the same on every machine.
     os.environ.update(MASTER_ADDR="localhost", CUDA_VISIBLE_DEVICES="")
     sys.argv = [*words]
-    run = runpy.run_path if words[0].endswith(".py") else runpy.run_module
+    sys.path.insert(0, str(Path(words[0]).parent))
     with (folder / f"{rank}.txt").open("w") as file, contextlib.redirect_stdout(file):
         try:
-            run(words[0], run_name="__main__")
+            runpy.run_path(words[0], run_name="__main__")
         except Exception:
             traceback.print_exc(file=file)
             raise

@@ -1,4 +1,5 @@
-"""Run mypy on the package as it is installed, with meta and lowering in liger_ops.
+"""Run mypy on the package as it is installed, with meta and lowering in liger_ops, and on the
+examples.
 
     python tests/support/project/check_types.py [ARGUMENT...]    # of mypy
 
@@ -23,8 +24,10 @@ def main(arguments: list[str]) -> int:
         shutil.copytree(ROOT / "liger_ops", package)
         for name in FOLDERS:
             shutil.copytree(ROOT / name, package / name)
+        examples = shutil.copytree(ROOT / "examples", Path(folder, "examples")).glob("*.py")
+        sources = ("liger_ops", *sorted(f"examples/{file.name}" for file in examples))
         files = ("--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache")
-        command = [sys.executable, "-m", "mypy", *map(str, files), *arguments]
+        command = [sys.executable, "-m", "mypy", *map(str, files), *sources, *arguments]
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     # Name the files as they are in the repository.
     for name in FOLDERS:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from liger_ops.fusion.layers.gated import GatedMLPs
+
 HIDDEN, WIDTH = 16, 24
 
 
@@ -94,4 +96,5 @@ def results(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], dy)]
 
 
-NO_OP = "it computes none of swiglu, geglu, clamped_swiglu and relu_squared"
+*FIRST, LAST = GatedMLPs.rewrites
+NO_OP = f"it computes none of {', '.join(FIRST)} and {LAST}"

@@ -1,6 +1,6 @@
 """Time a layer of Llama under tensor and sequence parallelism, beside PyTorch's own layers.
 
-    torchrun --standalone --nproc-per-node 2 -m liger_ops.bench.steps.tensor_parallel
+    torchrun --standalone --nproc-per-node 2 examples/time_tensor_parallel.py
 
 Every way computes a layer of Llama 8B in bfloat16, forward and backward. Its gradients are first
 compared with one float32 computation of the whole layer: the exit status is 1 if they differ by
@@ -32,10 +32,9 @@ from torch.distributed.tensor.parallel import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import liger_ops
-
-from ..timing import Accelerator, consecutive
-from .models import TEXT, config_of
-from .ranks import largest, ranks, relative, say
+from liger_ops.bench.steps.models import TEXT, config_of
+from liger_ops.device import MIB, MeasuredDevice
+from torchrun_ranks import largest, ranks, relative, say
 
 WAYS: dict[str, tuple[bool, str | None]] = {
     "eager": (False, None),
@@ -65,8 +64,8 @@ def main() -> int:
             note = f"worst error {max(errors.values()):.1e}"
             note += f", wrong: {wrong}" if wrong else ""
             if on_gpu:
-                times, peak = consecutive(Accelerator("cuda"), partial(step, False), 15, warm_ups=5)
-                note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak))
+                times, peak = MeasuredDevice("cuda").consecutive(partial(step, False), 15, 5)
+                note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak / MIB))
             say(f"{way:12} {note}")
     return int(failed)
 

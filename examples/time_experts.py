@@ -1,8 +1,8 @@
 """The experts of a layer: `moe_experts`, transformers' `grouped_mm` eager and compiled, and the
 products alone, by PyTorch's grouped product.
 
-    python -m liger_ops.bench.steps.experts --layers qwen3-30b-32k deepseek-v3
-    python -m liger_ops.bench.steps.experts --layers qwen3-30b-8k --ways liger liger-kernel
+    python examples/time_experts.py --layers qwen3-30b-32k deepseek-v3
+    python examples/time_experts.py --layers qwen3-30b-8k --ways liger liger-kernel
 
 prints TFLOP/s of the forward and of forward and backward, GiB that the forward saves, and the error
 of the gradients against `grouped_mm`. Without a GPU it compares alone, of small layers.
@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 import liger_ops
-
-from ..timing import Accelerator, consecutive
+from liger_ops.device import MeasuredDevice
 
 STEPS, WARM_UPS = 15, 4
 # Loose, because transformers' code sums the gradients of biases in bfloat16.
@@ -206,10 +205,10 @@ def gradients(call: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> t
 
 
 def figures(call: Callable[[], Any], step: Callable[[], Any], layer: Layer) -> str:
-    accelerator = Accelerator("cuda")
+    device = MeasuredDevice("cuda")
     with torch.no_grad():
-        forward, _ = consecutive(accelerator, call, STEPS, WARM_UPS)
-    full, _ = consecutive(accelerator, step, STEPS, WARM_UPS)
+        forward, _ = device.consecutive(call, STEPS, WARM_UPS)
+    full, _ = device.consecutive(step, STEPS, WARM_UPS)
     before = torch.cuda.memory_allocated()
     y = call()
     taken = torch.cuda.memory_allocated() - before

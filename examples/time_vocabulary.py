@@ -1,6 +1,6 @@
 """Time a head and its loss whose vocabulary is sharded over the GPUs of one host.
 
-    torchrun --standalone --nproc-per-node 2 -m liger_ops.bench.steps.vocabulary
+    torchrun --standalone --nproc-per-node 2 examples/time_vocabulary.py
         --divergence forward_kl
         --tokens 24 --hidden 16 --words 97    # on CPUs: compared, and not timed
 
@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ..timing import Accelerator, spread
-from .ranks import largest, ranks, relative, say
-from .vocabulary_ways import IGNORED, Loss, ways, ways_of_divergence, written
+from liger_ops.device import MIB, Effort, MeasuredDevice, spread
+from torchrun_ranks import largest, ranks, relative, say
+from vocabulary_ways import IGNORED, Loss, ways, ways_of_divergence, written
 
 COMPARED = 256
 # Relative errors of loss and gradients that bfloat16 explains.
@@ -57,22 +58,19 @@ class VocabularyStep:
     def measured(self, loss_of: Loss) -> str:
         """Measure the median time on the slowest rank, and this rank's peak memory; return them as
         text."""
-        accelerator = Accelerator("cuda")
-        for _ in range(3):
-            self.take(loss_of)
-        times = []
-        for _ in range(9):
+        device = MeasuredDevice("cuda")
+        step = partial(self.take, loss_of)
+
+        def together() -> None:
+            device.synchronize()
             dist.barrier()
-            start, end = accelerator.event(), accelerator.event()
-            start.record()
-            self.take(loss_of)
-            end.record()
-            accelerator.synchronize()
-            times.append(start.elapsed_time(end))
+
+        for _ in range(3):
+            step()
+        times = device.times(step, Effort(9, seconds=float("inf")), before=together)
         self.x.grad = self.weight.grad = None
-        accelerator.release_memory()
-        peak = accelerator.peak_memory(lambda: self.take(loss_of))
-        return f"; {largest(spread(times).p50)[0]:.2f} ms, {peak:.0f} MiB"
+        peak = device.peak_bytes(step)
+        return f"; {largest(spread(times).p50)[0]:.2f} ms, {peak / MIB:.0f} MiB"
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Time the steps of TRL's DPO and GRPO trainers, with TRL's own functions and with liger_ops.
 
-    python -m liger_ops.bench.steps.trl dpo trl
-    python -m liger_ops.bench.steps.trl dpo fuse
-    python -m liger_ops.bench.steps.trl grpo fuse --shape tiny    # no times on a CPU
+    python examples/time_trl.py dpo trl
+    python examples/time_trl.py dpo fuse
+    python examples/time_trl.py grpo fuse --shape tiny    # no times on a CPU
 
 The ways are `trl`, nothing changed; `install`, liger_ops behind TRL's functions; and `fuse`, that
 and `liger_ops.fuse` of the model and of the reference model. A step is a forward and a backward
@@ -14,9 +14,7 @@ third, the peak of the memory and the first losses are printed. Each way needs a
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ import transformers
 import trl
 
 import liger_ops
+from liger_ops.bench.steps.models import config_of
+from liger_ops.device import MeasuredDevice, spread
 from liger_ops.integrations import trl as integration
-
-from .models import config_of
 
 WORDS = 64
 UNTIMED = 3
@@ -119,7 +117,7 @@ def main() -> None:
     losses = [round(log["loss"], 5) for log in training.state.log_history if "loss" in log]
     measured = "not timed on a CPU"
     if on_gpu:
-        median = statistics.median(milliseconds[UNTIMED:])
+        median = spread(milliseconds[UNTIMED:]).p50
         measured = f"{median:.1f} ms, {max(peaks[UNTIMED:]) / 2**30:.2f} GiB"
     print(f"{options.kind} {options.way}: {measured}; losses {losses[:5]}")
 
@@ -127,26 +125,25 @@ def main() -> None:
 def timed(training: Any, on_gpu: bool) -> tuple[list[float], list[int]]:
     """Train, and return each step's milliseconds without the optimizer, and its peak memory."""
     prepare, step = training._prepare_inputs, training.training_step
+    device = MeasuredDevice("cuda" if on_gpu else "cpu")
     milliseconds: list[float] = []
     peaks: list[int] = []
-    begun = 0.0
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    begin: Any = None
 
     def prepared(*args: Any, **others: Any) -> Any:
-        nonlocal begun
+        nonlocal begin
         result = prepare(*args, **others)
-        begun = now()
+        device.synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        begin = device.recorded()
         return result
 
     def stepped(*args: Any, **others: Any) -> Any:
         result = step(*args, **others)
-        milliseconds.append((now() - begun) * 1e3)
+        end = device.recorded()
+        device.synchronize()
+        milliseconds.append(begin.elapsed_time(end))
         peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
         return result
 
