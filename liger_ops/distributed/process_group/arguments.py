@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ...accepted import Accepted, one_of
 from ...axes import lines
 from ...library import OPS
 from ...ops.heads.head import HEAD, Head, cast_as_linear, needed_gradients
@@ -40,13 +39,6 @@ def read(name: str, call: Any) -> tuple[VocabShard, dict[str, Any]]:
     whose words are the rank's and whose other dimensions are whole. Beside the call's there are the
     arguments of the op `<name>_forward` that follow from them."""
     loss, op, title = SHARDED_LOSSES[name], OPS[f"{name}_forward"], f"distributed.{name}"
-    # Every rank checks the options: the op would, but a rank without words does not call it.
-    for option, accepted in op.options.items():
-        value, condition = getattr(call, option, None), accepted
-        if not isinstance(condition, Accepted):
-            condition = one_of(condition)
-        if value is not None and not condition.holds(value):
-            raise ValueError(f"{title}: {option} must be {condition.text}, got {value!r}")
     reader, sums_x = Reader.of_call(title, loss, call), False
     side = loss.rows.removesuffix("x")
     learned = (*loss.differentiated, f"{side}lora_a", "teacher_log_prob")

@@ -11,12 +11,19 @@ from torch.autograd import Function
 
 from ...autograd import Formula
 from ...library import OPS
+from ...meta.arguments import options_check
 from ...ops.heads.gradients import WEIGHT
 from ...ops.heads.precomputed_gradient import hand_over
 from ...ops.heads.scaling import scale_
 from ..vocab_parallel import SHARDED_LOSSES
 from ..vocab_parallel.collectives import once
 from ..vocab_parallel.shard import VocabShard
+
+# Checks of the options, for all ranks: the op does the same, but a rank without words does not call
+# it.
+CHECKS = {
+    name: options_check(OPS[f"{name}_forward"], f"distributed.{name}") for name in SHARDED_LOSSES
+}
 
 
 def sharded_op(
@@ -29,6 +36,7 @@ def sharded_op(
     get a gradient."""
     call_of = OPS[f"{name}_forward"].arguments
     call = call_of(**{key: arguments[key] for key in call_of._fields if key in arguments})
+    CHECKS[name](call)
     return ShardedOp.apply(name, shard, asked, constant, len(known), *known, *call)
 
 
