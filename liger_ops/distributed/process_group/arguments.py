@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...axes import lines
 from ...library import OPS
-from ...ops.heads.head import HEAD, Head, cast_as_linear, needed_gradients
+from ...ops.heads.head import HEAD, cast_as_linear, needed_gradients
 from ...ops.heads.lora import lora_input, narrowed
 from ..vocab_parallel import CLASS_WEIGHTS, SHARDED_LOSSES, ShardedLoss
 from ..vocab_parallel.collectives import Gathered, Replicated
@@ -39,7 +39,7 @@ def read(name: str, call: Any) -> tuple[VocabShard, dict[str, Any]]:
     whose words are the rank's and whose other dimensions are whole. Beside the call's there are the
     arguments of the op `<name>_forward` that follow from them."""
     loss, op, title = SHARDED_LOSSES[name], OPS[f"{name}_forward"], f"distributed.{name}"
-    reader, sums_x = Reader.of_call(title, loss, call), False
+    reader, sums_x = RankReader.of_call(title, loss, call), False
     side = loss.rows.removesuffix("x")
     learned = (*loss.differentiated, f"{side}lora_a", "teacher_log_prob")
     arguments: dict[str, Any] = call._asdict()
@@ -56,24 +56,25 @@ def read(name: str, call: Any) -> tuple[VocabShard, dict[str, Any]]:
         elif argument.endswith("lora_a"):
             arguments[argument] = reader.lora_a(argument, tensor, sums_x)
         elif argument.endswith("x"):
-            rows, is_whole = reader.rows(argument, tensor, getattr(call, "sequence_dim", None))
-            arguments[argument], sums_x = rows, is_whole if argument == loss.rows else sums_x
+            sequence_dim = getattr(call, "sequence_dim", None)
+            arguments[argument], to_sum = reader.rows(argument, tensor, sequence_dim)
+            sums_x = to_sum if argument == loss.rows else sums_x
         else:
             arguments[argument] = reader.whole(argument, tensor)
     if hasattr(call, "chunk_bytes"):
-        head = _head(title, arguments, side)
-        arguments |= _named(head, side)
-        if "gradient_mask" in op.arguments._fields:
-            arguments["gradient_mask"] = needed_gradients(head, call.reduction)
         if arguments.get("teacher_weight") is not None:
-            arguments |= _named(_head(title, arguments, "teacher_"), "teacher_")
+            arguments |= _head(title, arguments, "teacher_")
+        head = _head(title, arguments, side)
+        arguments |= head
+        if "gradient_mask" in op.arguments._fields:
+            arguments["gradient_mask"] = needed_gradients([*head.values()], call.reduction)
     if "target" in op.arguments._fields and call.target is not None:
         _check_target(title, arguments[loss.rows], arguments["target"])
     return reader.shard._replace(sums_x=sums_x), arguments
 
 
-class Reader(NamedTuple):
-    """Reads the tensors of a call of the function named `op`."""
+class RankReader(NamedTuple):
+    """Brings the tensors of a call of the function named `op` to one rank."""
 
     op: str
     shard: VocabShard
@@ -81,7 +82,7 @@ class Reader(NamedTuple):
     mesh: DeviceMesh | None
 
     @staticmethod
-    def of_call(op: str, loss: ShardedLoss, call: Any) -> Reader:
+    def of_call(op: str, loss: ShardedLoss, call: Any) -> RankReader:
         name, sharded = loss.sharded, getattr(call, loss.sharded)
         options = (getattr(call, key, None) for key in ("group", "vocab_size", "sequence_dim"))
         group, vocab_size, sequence_dim = options
@@ -97,7 +98,7 @@ class Reader(NamedTuple):
             _check_placement(op, name, sharded, loss.dim)
             group_name, V = mesh.get_group().group_name, sharded.shape[loss.dim]
             shard = VocabShard.of_rank(group_name, mesh.get_local_rank(), mesh.size(), V)
-            return Reader(op, shard, mesh)
+            return RankReader(op, shard, mesh)
         if group is None or vocab_size is None:
             missing = "group" if group is None else "vocab_size"
             raise ValueError(
@@ -107,7 +108,7 @@ class Reader(NamedTuple):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if rank < 0:
             raise ValueError(f"{op}: group must have this process as a member")
-        return Reader(op, VocabShard.of_rank(group.group_name, rank, ranks, vocab_size), None)
+        return RankReader(op, VocabShard.of_rank(group.group_name, rank, ranks, vocab_size), None)
 
     def words(self, name: str, tensor: Tensor, dim: int) -> Tensor:
         """Return the rank's words of a tensor that is sharded over words."""
@@ -176,21 +177,17 @@ class Reader(NamedTuple):
             )
 
 
-def _head(op: str, arguments: dict[str, Any], side: str) -> Head:
-    """Return a head, cast as autocast casts it. `side` starts the names of its arguments, which may
-    have lora_x = x @ lora_a.T in place of lora_a."""
+def _head(op: str, arguments: dict[str, Any], side: str) -> dict[str, Tensor | None]:
+    """Return the tensors of a head by their names, cast as autocast casts them. `side` starts the
+    names. The arguments may have lora_x = x @ lora_a.T in place of lora_a."""
     x, weight, bias = cast_as_linear(*(arguments[f"{side}{name}"] for name in HEAD[:3]))
-    lora_b = arguments[f"{side}lora_b"]
+    lora_x, lora_b = arguments.get(f"{side}lora_x"), arguments[f"{side}lora_b"]
     if f"{side}lora_a" in arguments:
         lora_a, scale = (arguments[f"{side}{name}"] for name in ("lora_a", "lora_scale"))
-        return Head(x, weight, bias, *lora_input(op, x, weight, lora_a, lora_b, scale, side))
-    lora_x = arguments[f"{side}lora_x"]
-    if lora_x is None or lora_b is None:
-        return Head(x, weight, bias)
-    return Head(x, weight, bias, *narrowed(lora_x, lora_b, x.dtype))
-
-
-def _named(head: Head, side: str) -> dict[str, Tensor | None]:
+        lora_x, lora_b = lora_input(op, x, weight, lora_a, lora_b, scale, side)
+    elif lora_x is not None and lora_b is not None:
+        lora_x, lora_b = narrowed(lora_x, lora_b, x.dtype)
+    head = (x, weight, bias, lora_x, lora_b)
     return {f"{side}{name}": tensor for name, tensor in zip(HEAD, head, strict=True)}
 
 
