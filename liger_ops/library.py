@@ -373,8 +373,8 @@ def gradient(
     op = OPS[name]
     if backward is None:
         gradient_op = OPS[f"{name.removesuffix('_forward')}_backward"]
-        derived = formula(op, gradient_op)
-        op.backward, op.setup_context = derived.backward, derived.setup_context
+        op.formula = formula(op, gradient_op)
+        op.backward, op.setup_context = op.formula.backward, op.formula.setup_context
     else:
         op.backward, op.setup_context = _with_named_needs(op, backward), setup_context
 

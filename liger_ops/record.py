@@ -45,6 +45,8 @@ class Op:
     # Autograd intercepts. It starts with the device's own key, and `autograd.register` adds keys.
     # The dispatcher would take 3 us to find the kernel.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    # The `autograd.Formula` of which the next two are methods; None if they were written by hand.
+    formula: Any = None
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None
     setup_context: Callable[[Any, Any, Any], None] | None = None
     # Counts the FLOPs of a call, for a definition that computes its products as sums.

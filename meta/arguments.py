@@ -180,9 +180,9 @@ def _dimensions(
     return fits, f"be {spec.shape_text}{without if divisors else ''}"
 
 
-def options_check(op: library.Op) -> Check:
-    """Compile the check of the values of options."""
-    name_of_op, arguments = op.name.removesuffix("_forward"), op.schema.arguments
+def options_check(op: library.Op, title: str) -> Check:
+    """Compile the check of the values of options. Messages name the op `title`."""
+    arguments = op.schema.arguments
     options = library.declared(op).options
     accepted_by = {
         name: value if isinstance(value, Accepted) else one_of(value)
@@ -194,6 +194,6 @@ def options_check(op: library.Op) -> Check:
         for i, name, accepted in rows:
             value = call[i]
             if value is not None and not accepted.holds(value):
-                raise ValueError(f"{name_of_op}: {name} must be {accepted.text}, got {value!r}")
+                raise ValueError(f"{title}: {name} must be {accepted.text}, got {value!r}")
 
     return check

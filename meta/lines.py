@@ -83,7 +83,7 @@ def _fake(op: library.Op, forms: tuple[Line, ...]) -> Callable[[Any], Any]:
     base = op.name.removesuffix("_backward").removesuffix("_forward")
     exceptions = EXCEPTIONS.get(base, Exceptions())
     compiled = [_form(op, line, unnamed(line, forms), exceptions) for line in forms]
-    check_options = options_check(op)
+    check_options = options_check(op, op.name.removesuffix("_forward"))
 
     def fake(call: Any) -> Any:
         for check in exceptions.before:

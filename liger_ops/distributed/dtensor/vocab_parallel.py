@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...record import Op
-from ..vocab_parallel import SHARDED_LOSSES
+from ..vocab_parallel import CLASS_WEIGHTS, SHARDED_LOSSES
 from ..vocab_parallel.shard import VocabShard
 from .parts import Placed, axes_of, placed_by, whole_results
 from .rules import COMPUTED_BY_FORWARD, Line, base_of, line_of, tensors_of
@@ -18,8 +18,6 @@ VOCABULARY = "V"
 # The most float32 numbers of a token that devices gather, for a loss that lists no words, and a
 # divergence without labels.
 NUMBERS = 5
-# Arguments with one weight per class, of which every device needs all.
-CLASS_WEIGHTS = {"cross_entropy": "weight", "linear_cross_entropy": "class_weight"}
 # Arguments that need all words on one device: options that ask for results that are not sums over
 # words, and statistics that are already those of all words.
 WHOLE_ROWS = (

@@ -9,19 +9,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...library import OPS
-from .function import of_ranks, read
+from ..vocab_parallel import CLASS_WEIGHTS
+from .arguments import read
+from .function import of_ranks
 from .sharded_op import sharded_op
 
 
 def _loss(name: str, call: Any) -> Tensor:
-    arguments, local = read(name, call)
-    class_weight = local["class_weight" if "class_weight" in local else "weight"]
-    if class_weight is not None and tuple(class_weight.shape) != (arguments.shard.V,):
+    shard, arguments = read(name, call)
+    class_weight = arguments[CLASS_WEIGHTS[name]]
+    if class_weight is not None and tuple(class_weight.shape) != (shard.V,):
         raise ValueError(
-            f"{arguments.op}: the class weight must have every word on each rank,"
-            f" ({arguments.shard.V},), got {tuple(class_weight.shape)}"
+            f"distributed.{name}: the class weight must have every word on each rank,"
+            f" ({shard.V},), got {tuple(class_weight.shape)}"
         )
-    return sharded_op(name, arguments.shard, ("loss",), **local)[0]
+    return sharded_op(name, shard, ("loss",), arguments)[0]
 
 
 def of_head(

@@ -8,110 +8,59 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...library import OPS
-from ...ops.heads.head import HEAD
-from ...ops.heads.two_heads import divisor, result_dtype, token_weights
-from .arguments import RankArguments
-from .function import of_ranks, read
+from .arguments import read
+from .function import of_ranks
 from .sharded_op import sharded_op
 
 TERMS = ("divergence", "cross_entropy")
-_TEACHER = tuple(
-    f"teacher_{name}" for name in ("x", "weight", "bias", "logits", "lora_a", "lora_b")
-)
 
 
 def _divergence(name: str, call: Any) -> Tensor:
-    arguments, local = read(name, call)
-    student = local["student_logits"]
-    teacher = arguments.of_words("teacher_logits", call.teacher_logits, -1)
+    shard, arguments = read(name, call)
+    student, teacher = arguments["student_logits"], arguments["teacher_logits"]
     if teacher.shape != student.shape:
         raise ValueError(
-            f"{arguments.op}: teacher_logits must have the shape of student_logits,"
+            f"distributed.{name}: teacher_logits must have the shape of student_logits,"
             f" {tuple(student.shape)} on this rank, got {tuple(teacher.shape)}"
         )
-    local["teacher_logits"] = teacher
-    return sharded_op(name, arguments.shard, ("divergence",), **local)[0]
+    return sharded_op(name, shard, ("divergence",), arguments)[0]
 
 
-def _linear_divergence(name: str, call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _linear_divergence(name: str, call: Any) -> tuple[Tensor, ...]:
+    _check_teacher(name, call)
+    shard, arguments = read(name, call)
+    tokens = arguments["student_x"].shape[:-1]
+    teacher = "teacher_x" if call.teacher_logits is None else "teacher_logits"
+    if arguments[teacher].shape[:-1] != tokens:
+        raise ValueError(
+            f"distributed.{name}: {teacher} must have the tokens of student_x, {tuple(tokens)},"
+            f" got shape {tuple(arguments[teacher].shape)}"
+        )
+    mask = arguments.pop("gradient_mask")
+    if not any(mask):
+        return sharded_op(name, shard, ("loss", *TERMS), arguments)
+    # Two calls, because Dynamo takes every result that is not constant for one with a gradient (see
+    # ShardedOp): the first has the gradients that the forward computed, of the loss alone.
+    masked = {**arguments, "gradient_mask": mask}
+    results = sharded_op(name, shard, ("loss",), masked, (*TERMS, "statistics"))
+    return results[0], *sharded_op(name, shard, TERMS, arguments, known=results)
+
+
+def _check_teacher(name: str, call: Any) -> None:
     if call.target is None and call.hard_weight > 0:
         raise ValueError(
             f"distributed.{name}: hard_weight must be a number of at least 0, and 0 without a"
             f" target, got {call.hard_weight}"
         )
-    arguments, local = read(name, call)
-    local |= _teacher(arguments, call, local["student_x"].shape[:-1])
-    # The op computes sums, and the mean's divisor is computed here: as a number if all weights are
-    # 1, because Inductor should not sum constants.
-    whole = OPS[f"{name}_forward"].arguments(**local)
-    local |= {
-        "reduction": "none" if call.reduction == "none" else "sum",
-        "num_items_in_batch": None,
-    }
-    mask = local.pop("gradient_mask")
-    shared = (name, arguments.shard)
-    if any(mask):
-        # Two calls, because Dynamo takes every result that is not constant for one with a gradient
-        # (see ShardedOp): the first has the gradients that the forward computed, of the loss alone.
-        results = sharded_op(
-            *shared, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **local
-        )
-        loss, terms = results[0], [*sharded_op(*shared, TERMS, known=results, **local)]
-    else:
-        loss, *terms = sharded_op(*shared, ("loss", *TERMS), **local)
-    divergence, cross_entropy = terms
-    if call.reduction != "mean":
-        return loss, divergence, cross_entropy
-    weights = token_weights(whole, result_dtype(whole))
-    are_ones = whole.target is None and whole.token_weight is None
-    items = divisor(whole, weights, are_ones)
-    hard = None if cross_entropy is None else cross_entropy / items
-    return loss / items, divergence / items, hard
-
-
-def _teacher(arguments: RankArguments, call: Any, shape: torch.Size) -> dict[str, Tensor | None]:
-    """Read the tensors of the teacher's head, or its logits, as arguments of the op."""
-    op, tensors = arguments.op, {name: getattr(call, name) for name in _TEACHER}
-    present = [name for name, tensor in tensors.items() if tensor is not None]
-    for name in present:
-        if tensors[name].requires_grad:
-            raise ValueError(
-                f"{op}: {name} must not require a gradient, as the teacher is a constant; pass"
-                f" {name}.detach()"
-            )
-    x, weight, bias, logits, *_ = tensors.values()
-    if (logits is not None and len(present) > 1) or (
-        logits is None and (x is None or weight is None)
+    tensors = [
+        n for n in call._fields if n.startswith("teacher_") and isinstance(getattr(call, n), Tensor)
+    ]
+    if tensors != ["teacher_logits"] and (
+        "teacher_logits" in tensors or not {"teacher_x", "teacher_weight"} <= {*tensors}
     ):
         raise ValueError(
-            f"{op}: the teacher must be teacher_x and teacher_weight, or teacher_logits alone, got"
-            f" {', '.join(present) or 'none of them'}"
-        )
-    head: Any = (None,) * len(HEAD)
-    if logits is not None:
-        logits = arguments.of_words("teacher_logits", logits, -1)
-        _check_tokens(op, "teacher_logits", logits, shape)
-    else:
-        weight = arguments.of_words("teacher_weight", weight)
-        if bias is not None:
-            bias = arguments.of_words("teacher_bias", bias)
-        x = arguments.rows("teacher_x", x, call.sequence_dim)[0]
-        _check_tokens(op, "teacher_x", x, shape)
-        # sums_x=True keeps `head` from summing the gradient of lora_a, which is a constant here.
-        shard = arguments.shard._replace(sums_x=True)
-        head = arguments._replace(x=x, sharded=weight, bias=bias, shard=shard).head(
-            call, "teacher_"
-        )
-    named = {f"teacher_{name}": tensor for name, tensor in zip(HEAD, head, strict=True)}
-    return {**named, "teacher_logits": logits}
-
-
-def _check_tokens(op: str, name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape[:-1] != shape:
-        raise ValueError(
-            f"{op}: {name} must have the tokens of student_x, {tuple(shape)}, got shape"
-            f" {tuple(tensor.shape)}"
+            f"distributed.{name}: the teacher must be teacher_x and teacher_weight, or"
+            f" teacher_logits alone, got {', '.join(tensors) or 'none of them'}"
         )
 
 

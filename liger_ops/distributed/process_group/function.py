@@ -8,12 +8,8 @@ from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any, TypeVar
 
-from ...accepted import Accepted, one_of
-from ...library import COMPOSED, OPS, tensor_names
+from ...library import COMPOSED
 from ...nn.derived import described, entries, sections
-from ...ops.heads.head import HEAD, needed_gradients
-from ..vocab_parallel import SHARDED_LOSSES
-from .arguments import RankArguments, read_arguments
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,17 +43,6 @@ _SECTIONS = {
     Using Model Parallelism", 2019.""",
 }
 
-# Op -> its tensor arguments that are whole on every rank and have no gradient.
-_WHOLES = {
-    name: [
-        tensor
-        for tensor in tensor_names(OPS[f"{name}_forward"])
-        if tensor not in loss.differentiated
-        and (tensor == "teacher_ids" or not tensor.startswith("teacher_"))
-    ]
-    for name, loss in SHARDED_LOSSES.items()
-}
-
 
 def of_ranks(compute: Callable[[str, Any], Any]) -> Callable[[Function], Function]:
     """Implement a function by `compute(name, call)`, where `call` is the named tuple of its
@@ -84,32 +69,3 @@ def of_ranks(compute: Callable[[str, Any], Any]) -> Callable[[Function], Functio
         return public  # type: ignore[return-value]
 
     return decorate
-
-
-def read(name: str, call: Any, *more: str) -> tuple[RankArguments, dict[str, Any]]:
-    """Read a call: return its arguments on this rank, and the arguments of the op `<name>_forward`.
-    `more` are names of whole arguments that the op does not have."""
-    loss, op, title = SHARDED_LOSSES[name], OPS[f"{name}_forward"], f"distributed.{name}"
-    # Every rank checks the options: the op would, but a rank without words does not call it.
-    for option, accepted in op.options.items():
-        value, condition = getattr(call, option, None), accepted
-        if not isinstance(condition, Accepted):
-            condition = one_of(condition)
-        if value is not None and not condition.holds(value):
-            raise ValueError(f"{title}: {option} must be {condition.text}, got {value!r}")
-    prefix = loss.sharded.removesuffix("weight") if hasattr(call, "chunk_bytes") else None
-    names = (*_WHOLES[name], *more)
-    wholes = {tensor: getattr(call, tensor) for tensor in names if hasattr(call, tensor)}
-    arguments = read_arguments(title, loss, call, wholes, prefix)
-    local = {field: getattr(call, field) for field in op.arguments._fields if hasattr(call, field)}
-    local |= {name: tensor for name, tensor in arguments.others.items() if name in local}
-    if prefix is not None:
-        head = arguments.head(call, prefix)
-        local |= {f"{prefix}{n}": tensor for n, tensor in zip(HEAD, head, strict=True)}
-        if "gradient_mask" in op.arguments._fields:
-            local["gradient_mask"] = needed_gradients(head, call.reduction)
-    else:
-        local[loss.sharded] = arguments.sharded
-    if "target" in local:
-        arguments.check_target(local[loss.rows], local["target"])
-    return arguments, local

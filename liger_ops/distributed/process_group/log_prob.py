@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .function import of_ranks, read
+from .arguments import read
+from .function import of_ranks
 from .sharded_op import sharded_op
 
 
 def _results(name: str, call: Any) -> tuple[Any, ...]:
-    arguments, local = read(name, call)
-    return sharded_op(name, arguments.shard, ("log_prob", "entropy"), **local)
+    shard, arguments = read(name, call)
+    return sharded_op(name, shard, ("log_prob", "entropy"), arguments)
 
 
 @of_ranks(_results)

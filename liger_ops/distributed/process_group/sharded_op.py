@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,44 +11,32 @@ from torch.autograd import Function
 
 from ...autograd import Formula
 from ...library import OPS
+from ...meta.arguments import options_check
 from ...ops.heads.gradients import WEIGHT
-from ...ops.heads.head import divisor, factors_of
 from ...ops.heads.precomputed_gradient import hand_over
 from ...ops.heads.scaling import scale_
-from ...record import Op
-from ..vocab_parallel import SHARDED_LOSSES, ShardedLoss
+from ..vocab_parallel import SHARDED_LOSSES
 from ..vocab_parallel.collectives import once
 from ..vocab_parallel.shard import VocabShard
 
-
-class ShardedFormula(NamedTuple):
-    """The autograd formula of a loss over a sharded vocabulary."""
-
-    loss: ShardedLoss
-    op: Op
-    # Names of what the forward saves, and of the arguments and results of the backward op.
-    formula: Formula
-    # The positions of the arguments that have gradients.
-    differentiated: tuple[int, ...]
-
-    @staticmethod
-    def of(name: str, loss: ShardedLoss) -> ShardedFormula:
-        op = OPS[f"{name}_forward"]
-        positions = map(op.arguments._fields.index, loss.differentiated)
-        return ShardedFormula(loss, op, Formula(op, OPS[f"{name}_backward"]), tuple(positions))
-
-
-FORMULAS = {name: ShardedFormula.of(name, loss) for name, loss in SHARDED_LOSSES.items()}
+# Checks of the options, for all ranks: the op does the same, but a rank without words does not call
+# it.
+CHECKS = {
+    name: options_check(OPS[f"{name}_forward"], f"distributed.{name}") for name in SHARDED_LOSSES
+}
 
 
 def sharded_op(
-    name: str, shard: VocabShard, asked: tuple[str, ...], *arguments: Any,
-    constant: tuple[str, ...] = (), known: tuple[Tensor | None, ...] = (), **named: Any,
+    name: str, shard: VocabShard, asked: tuple[str, ...], arguments: Mapping[str, Any],
+    constant: tuple[str, ...] = (), known: tuple[Tensor | None, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Call op `<name>_forward` on the rank's words, and return the results named in `asked`, which
-    have gradients, and then those named in `constant`, which have none. `known` are the op's first
-    results, if they have been computed before: they then only get a gradient."""
-    call = FORMULAS[name].op.arguments(*arguments, **named)
+    """Call op `<name>_forward` on the rank's words, with those of `arguments` that it has. Return
+    the results named in `asked`, which have gradients, and then those named in `constant`, which
+    have none. `known` are the op's first results, if they have been computed before: they then only
+    get a gradient."""
+    call_of = OPS[f"{name}_forward"].arguments
+    call = call_of(**{key: arguments[key] for key in call_of._fields if key in arguments})
+    CHECKS[name](call)
     return ShardedOp.apply(name, shard, asked, constant, len(known), *known, *call)
 
 
@@ -65,25 +54,20 @@ class ShardedOp(Function):
         ctx: Any, name: str, shard: VocabShard, asked: tuple[str, ...], constant: tuple[str, ...],
         count: int, *values: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        sharded = FORMULAS[name]
-        call = sharded.op.arguments(*values[count:])
-        results = dict.fromkeys(sharded.formula.results)
-        computed = values[:count] or sharded.loss.forward(sharded.op, call, shard)
-        results.update(zip(sharded.formula.results, computed, strict=False))
+        loss, op = SHARDED_LOSSES[name], OPS[f"{name}_forward"]
+        call, formula = op.arguments(*values[count:]), op.formula
+        results = dict.fromkeys(formula.results)
+        computed = values[:count] or loss.forward(op, call, shard)
+        results.update(zip(formula.results, computed, strict=False))
         ctx.handed_over = []
         if results.get("dweight") is not None and not torch.compiler.is_compiling():
-            ctx.handed_over = hand_over(
-                results["dweight"], getattr(call, sharded.loss.sharded).dtype
-            )
+            ctx.handed_over = hand_over(results["dweight"], getattr(call, loss.sharded).dtype)
         if ctx.handed_over:
             results["dweight"] = None
         available = call._asdict() | results
-        saved = [available[name] for name in sharded.formula.saved_names]
-        tensors = [x if isinstance(x, Tensor) else None for x in saved]
-        ctx.save_for_backward(*tensors)
-        ctx.others = [x if t is None else None for x, t in zip(saved, tensors, strict=True)]
+        Formula.save(formula, ctx, [available[name] for name in formula.saved_names])
         # 5 arguments of `apply` come before the known results, and those before the op's arguments.
-        ctx.options = (name, shard, asked, 5 + count, 5 + len(values))
+        ctx.of_call = (name, shard, asked, 5 + count)
         ctx.set_materialize_grads(False)
         # Clones, because a result must alias neither a saved tensor nor an argument.
         chosen = [results[name] for name in (*asked, *constant)]
@@ -94,29 +78,28 @@ class ShardedOp(Function):
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        name, shard, asked, first, count = ctx.options
-        sharded = FORMULAS[name]
+        name, shard, asked, first = ctx.of_call
+        loss, op = SHARDED_LOSSES[name], OPS[f"{name}_forward"]
+        formula, gradient_op = op.formula, op.formula.gradient
+        names = gradient_op.arguments._fields
+        arguments: dict[str, Any] = dict.fromkeys(names[: formula.count])
+        arguments.update(zip((f"d{result}" for result in asked), grads, strict=False))
         # Read only once, because a checkpoint recomputes the saved tensors at each access.
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-        values = [other if tensor is None else tensor for tensor, other in pairs]
-        names = sharded.formula.gradient.arguments._fields
-        arguments: dict[str, Any] = dict.fromkeys(names[: sharded.formula.count])
-        arguments.update(zip(sharded.formula.saved_names, values, strict=True))
-        for result, grad in zip(asked, grads, strict=False):
-            arguments[f"d{result}"] = grad
-        needed, dweight = [ctx.needs_input_grad[first + i] for i in sharded.differentiated], None
+        saved = (*ctx.saved_tensors, *ctx.options)
+        arguments.update(zip(formula.saved_names, saved, strict=True))
+        positions = [first + op.arguments._fields.index(x) for x in loss.differentiated]
+        needed, dweight = [ctx.needs_input_grad[i] for i in positions], None
         if "output_mask" in names:
             arguments["output_mask"] = needed
-        call = sharded.formula.gradient.arguments(**arguments)
+        call = gradient_op.arguments(**arguments)
         if ctx.handed_over:
             # The gradient's own memory is scaled and returned; a second backward finds the list
             # empty, and computes the gradient again. `needed` is the list in call.output_mask.
-            factors = factors_of(call, divisor(call, getattr(call, "total_weight", call.dloss)))
-            dweight, needed[WEIGHT] = scale_(ctx.handed_over.pop(), factors[WEIGHT]), False
-        computed = sharded.loss.backward(sharded.formula.gradient, call, shard)
-        gradients: list[Tensor | None] = [None] * count
-        for i, gradient in zip(sharded.differentiated, computed, strict=True):
-            gradients[first + i] = gradient
+            dweight = scale_(ctx.handed_over.pop(), formula.factor(call))
+            needed[WEIGHT] = False
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, gradient in zip(positions, loss.backward(gradient_op, call, shard), strict=True):
+            gradients[i] = gradient
         if dweight is not None:
-            gradients[first + sharded.differentiated[WEIGHT]] = dweight
+            gradients[positions[WEIGHT]] = dweight
         return tuple(gradients)

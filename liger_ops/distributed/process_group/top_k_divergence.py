@@ -9,26 +9,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.losses.top_k import check_teacher, distinct, divergence_of_classes
-from .function import of_ranks, read
+from .arguments import read
+from .function import of_ranks
 from .sharded_op import sharded_op
 
 
 def _divergence(name: str, call: Any) -> Tensor:
-    arguments, local = read(name, call, "target")
-    ids, target, x = local["teacher_ids"], arguments.others["target"], local["x"]
-    log_prob = arguments.whole("teacher_log_prob", call.teacher_log_prob)
+    shard, arguments = read(name, call)
+    names = ("x", "teacher_ids", "teacher_log_prob", "target")
+    x, ids, log_prob, target = (arguments[name] for name in names)
     kind = (call.kind, call.beta, call.tail)
-    check_teacher(arguments.op, x, ids, log_prob, target, *kind)
+    check_teacher(f"distributed.{name}", x, ids, log_prob, target, *kind)
     # The op checks this too, but a rank without words does not call it.
     if ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{arguments.op}: teacher_ids must have the shape of the whole x but for its last"
+            f"distributed.{name}: teacher_ids must have the shape of the whole x but for its last"
             f" dimension, {tuple(x.shape[:-1])} and K, got {tuple(ids.shape)}"
         )
-    ids = local["teacher_ids"] = distinct(ids, target, call.ignore_index)
-    options = {"constant": ("rest_error",), **local}
-    logits, rest, error = sharded_op(name, arguments.shard, ("logits", "rest"), **options)
-    return divergence_of_classes(logits, rest, error, log_prob, ids, *kind, arguments.shard.V)
+    ids = arguments["teacher_ids"] = distinct(ids, target, call.ignore_index)
+    logits, rest, error = sharded_op(name, shard, ("logits", "rest"), arguments, ("rest_error",))
+    return divergence_of_classes(logits, rest, error, log_prob, ids, *kind, shard.V)
 
 
 @of_ranks(_divergence)

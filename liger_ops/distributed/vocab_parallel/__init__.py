@@ -42,6 +42,8 @@ def _head_loss(module: Any, prefix: str = "") -> ShardedLoss:
     return ShardedLoss(module.forward, module.backward, names[1], 0, names[0], names)
 
 
+# The arguments with a weight for each word, of which every rank has all.
+CLASS_WEIGHTS = {"cross_entropy": "weight", "linear_cross_entropy": "class_weight"}
 SHARDED_LOSSES = {
     "cross_entropy": _logits_loss(cross_entropy, "logits"),
     "linear_cross_entropy": _head_loss(cross_entropy),

@@ -14,11 +14,9 @@ from ...library import OPS
 from ...ops.heads.gradients import HeadGradients
 from ...ops.heads.head import Head, finished_in_forward, first_given, rows_of, shaped, still_missing
 from ...ops.heads.two_heads import (
-    divisor,
     mixed,
     reduced,
     result_dtype,
-    token_weights,
     upstream_of_sum,
     upstream_of_tokens,
     weights_and_items,
@@ -62,13 +60,11 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
 
 def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     """Compute the gradients, and the logits again for those that the forward has not computed."""
-    # num_items_in_batch is never None here for a mean; the statistics give the divisor's dtype.
-    items = divisor(call, call.statistics)
+    weights, items = weights_and_items(call, result_dtype(call))
     done = finished_in_forward(call, items)
     missing = still_missing(call.output_mask, done)
     if not any(missing):
         return tuple(done)
-    weights = token_weights(call, result_dtype(call)).reshape(-1)
     upstream = upstream_of_tokens(call, weights, items)
     statistics, heads = call.statistics.flatten(1), TwoHeads(call, shard)
     head_gradients = heads.gradients(missing, in_forward=False)

@@ -45,10 +45,10 @@ def token_weights(call: Any, dtype: torch.dtype) -> Tensor:
     return weights
 
 
-def divisor(call: Any, weights: Tensor, all_one: bool = False) -> Tensor | int:
+def divisor(call: Any, weights: Tensor) -> Tensor | int:
     """Return the number by which the reduction divides the sum of the tokens' values.
 
-    It is 1 for a mean over nothing, which is 0. `all_one` says that every weight is known to be 1.
+    It is 1 for a mean over nothing, which is 0.
     """
     if call.reduction != "mean":
         return 1
@@ -56,7 +56,8 @@ def divisor(call: Any, weights: Tensor, all_one: bool = False) -> Tensor | int:
         return call.num_items_in_batch.to(weights.dtype)
     # A sum of ones is avoided: in a compiled graph Inductor computes it in a kernel that Triton 3.6
     # fails to compile, in TritonGPURemoveLayoutConversions.
-    total = weights.new_full((), weights.numel()) if all_one else weights.sum()
+    all_are_one = call.target is None and call.token_weight is None
+    total = weights.new_full((), weights.numel()) if all_are_one else weights.sum()
     return torch.where(total == 0, 1.0, total)
 
 
