@@ -83,7 +83,7 @@ def repeated(node: Any, axis: int) -> Repeat | None:
     if op == "repeat_interleave":
         x, times, dim = args
         return Repeat(x, times, (node,)) if dim == axis and _is_count(times) else None
-    if op in ("view", "flatten"):
+    if op == "view":
         return _merged(node, args[0], axis)
     if name in ("expand", "expand_as", "broadcast_to"):
         source, times = node.all_input_nodes[0], _shape(node)[axis]

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..engine.algebra import Condition, data_of, is_condition, leaves, number
 from ..engine.canonical import canonical, same, value
 from ..engine.emitter import Emitter
 from ..engine.graph_state import GraphState, erase_unused
@@ -45,7 +46,6 @@ from .attention import Candidate, mask_of, masked_calls, obstacle, replace_candi
 from .attention_products import Operand
 from .block_masks import BlockMaskNodes, BlockMasks, emit_block_mask
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
-from .mask.algebra import Condition, data_of, is_condition, leaves, number
 from .mask.blocks import dense_datum
 from .mask.proof import sees_a_key, window
 from .mask.scopes import Scope

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
+from ..engine.algebra import Condition, Unknown, always_true, axes_of, conjunction, negation, truth
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.rewrite import Refused
 from .attention_products import Operand
-from .mask.algebra import Condition, Unknown, always_true, axes_of, conjunction, negation, truth
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import Scope

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..engine.algebra import always_true
 from ..engine.canonical import calls, same, value
 from ..engine.casts import represents
 from ..engine.graph_state import GraphState
@@ -30,7 +31,6 @@ from ..engine.report import Report
 from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
 from .attention import replace_candidates
 from .attention_products import Operand
-from .mask.algebra import always_true
 from .mask.bounds import ORDINARY, MaskBounds, inside
 from .mask.proof import sees_a_key
 from .mask.scopes import Scope

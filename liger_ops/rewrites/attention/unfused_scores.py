@@ -298,10 +298,9 @@ def _sliced(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> Unfu
 # not follow.
 _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | None]] = {
     **dict.fromkeys((IDENTITY, "cast", "contiguous"), _identity),
-    **dict.fromkeys(("view", "flatten"), _viewed),
     **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("masked_fill", "where"), _filled),
-    "tanh": _capped, "add": _added, "sub": _shifted,
+    "view": _viewed, "tanh": _capped, "add": _added, "sub": _shifted,
     "softmax": _softmax, _DROPOUT: _dropped, "slice": _sliced,
 }  # fmt: skip
 

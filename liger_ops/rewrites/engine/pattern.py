@@ -32,7 +32,7 @@ MOST_DIFFERENCES = 1
 # Views and casts of an input. Code outside a match may also use their results: the op does not need
 # them, and to compute them is cheap.
 CHEAP = {
-    "cast", "chunk", "contiguous", "expand", "flatten", "repeat_interleave", "slice", "split",
+    "cast", "chunk", "contiguous", "expand", "repeat_interleave", "slice", "split",
     "transpose", "unsqueeze", "view",
 }  # fmt: skip
 

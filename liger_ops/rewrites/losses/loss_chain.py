@@ -77,7 +77,7 @@ def through_view(path: LogitsPath, call: Call) -> LogitsPath | None:
     source = call.args[0]
     if call.op in (IDENTITY, "contiguous"):
         return path.from_source(source)
-    if call.op in ("view", "flatten", "squeeze", "unsqueeze"):
+    if call.op in ("view", "squeeze", "unsqueeze"):
         if not is_tensor(source) or value(source).dim() == 0:
             return None
         after, before = value(path.logits).shape, value(source).shape

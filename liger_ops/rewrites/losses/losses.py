@@ -188,4 +188,4 @@ def used_by(user: fx.Node) -> str:
 
 
 # Operations that a value may pass through before it is returned.
-_RETURNED_AS = {"cast", "contiguous", "flatten", "slice", "view"}
+_RETURNED_AS = {"cast", "contiguous", "slice", "view"}

@@ -265,7 +265,7 @@ def _moves_a_last_one(node: fx.Node, call: Call) -> bool:
     return same(now, before) or same(now, (*before, 1)) or same((*now, 1), before)
 
 
-_VIEWS = {"squeeze", "unsqueeze", "view", "flatten", "contiguous", "getitem", IDENTITY}
+_VIEWS = {"squeeze", "unsqueeze", "view", "contiguous", "getitem", IDENTITY}
 
 
 def _used_once(nodes: Any) -> bool:

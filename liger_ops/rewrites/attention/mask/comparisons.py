@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ...engine.canonical import value as traced
-from ...engine.casts import represents
-from ..numbers import rounded
-from .algebra import (
+from ...engine.algebra import (
     Affine,
     Number,
     Size,
@@ -28,6 +25,9 @@ from .algebra import (
     negation,
     number,
 )
+from ...engine.canonical import value as traced
+from ...engine.casts import represents
+from ..numbers import rounded
 from .rules import rule, shape_of
 
 if TYPE_CHECKING:

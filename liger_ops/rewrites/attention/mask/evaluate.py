@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...engine.canonical import arguments, is_tensor, operation
-from ...engine.canonical import value as traced
-from ...engine.casts import represents
-from ...engine.graph_state import needed_by
-from ...engine.memory import is_plain
-from ..numbers import rounded
-from .algebra import (
+from ...engine.algebra import (
     Affine,
     Datum,
     Size,
@@ -37,6 +31,12 @@ from .algebra import (
     substitute,
     truth,
 )
+from ...engine.canonical import arguments, is_tensor, operation
+from ...engine.canonical import value as traced
+from ...engine.casts import represents
+from ...engine.graph_state import needed_by
+from ...engine.memory import is_plain
+from ..numbers import rounded
 from .region import everywhere
 from .rules import RULES
 

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ...engine.canonical import calls
-from ...engine.canonical import value as traced
-from .algebra import (
+from ...engine.algebra import (
     Affine,
     Size,
     Unknown,
@@ -38,6 +36,8 @@ from .algebra import (
     substitute,
     truth,
 )
+from ...engine.canonical import calls
+from ...engine.canonical import value as traced
 from .region import everywhere
 
 if TYPE_CHECKING:

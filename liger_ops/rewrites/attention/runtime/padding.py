@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from ....torch_private import assert_async
+from ...engine.algebra import Condition, Unknown, comparisons, data_of
 from ...engine.canonical import value
 from ...engine.graph_state import GraphState, needed_by
 from ...engine.memory import is_plain
 from ...engine.report import Report
 from ...engine.rewrite import derive
 from ..attention import attentions, mask_of
-from ..mask.algebra import Condition, Unknown, comparisons, data_of
 from ..mask.scopes import Scope, scopes
 from ..masks import Mask, visible
 from ..unfused_attention import unfused_attentions
