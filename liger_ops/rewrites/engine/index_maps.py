@@ -1,0 +1,247 @@
+"""Views as maps of indices: for each element of a view, which element of its source it is.
+
+`index_map(node)` reads the canonical call of a node, so a new spelling of a view is added in
+`canonical/` alone. Axes are counted from the right. The place of an element along an axis of the
+source is an affine function of the element's indices, or a quotient of one where a view merges
+dimensions. A place holds for every symbolic size, or `Unknown` is raised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .algebra import Affine, Size, Unknown, affine, always_true, index, quotient, substitute
+from .canonical import IDENTITY, Call, canonical, value
+
+# Canonical operations whose result has elements of their first argument: all, in the same shape;
+COPIES = frozenset({IDENTITY, "contiguous"})
+# all, in the same order and another shape;
+RESHAPES = frozenset({"view", "squeeze", "unsqueeze"})
+# at other places, not all of them, or some several times;
+MOVES = frozenset(
+    {"transpose", "permute", "expand", "repeat", "repeat_interleave", "slice", "getitem"}
+)
+VIEWS = COPIES | RESHAPES | MOVES
+# or all, in another dtype, in other memory, or without a gradient.
+CASTS = frozenset({"cast", "copy", "detach"})
+
+# Axis of the source -> the place along it, a function of the indices of the view.
+Places = Mapping[int, Affine]
+Shape = Sequence[Size]
+
+
+class IndexMap(NamedTuple):
+    """The places of a view's elements in `source`; `nodes` lead there, the view's node first."""
+
+    source: fx.Node
+    places: Places
+    nodes: tuple[fx.Node, ...]
+
+
+def view_of(node: Any, ops: Collection[str] = VIEWS) -> Call | None:
+    """Return the call of a view by one of `ops`, whose source comes first; None for other nodes."""
+    call = canonical(node)
+    if call is None or call.op not in ops:
+        return None
+    source = call.args[0]
+    # x[None, None] is an unsqueeze of an unsqueeze.
+    while isinstance(source, Call):
+        source = source.args[0]
+    return call._replace(args=(source, *call.args[1:]))
+
+
+def index_map(node: Any, ops: Collection[str] = VIEWS) -> IndexMap | None:
+    """Return the map of a view by one of `ops`, or None for any other node.
+
+    Raises:
+        Unknown: the places are not known, for the reason given.
+    """
+    if (call := view_of(node, ops)) is None:
+        return None
+    source, *args = call.args
+    before, after = shape_of(source), shape_of(node)
+    read = _reshaped if call.op in RESHAPES else _PLACES.get(call.op)
+    places = {axis: index(axis) for axis in range(-len(before), 0)}
+    if read is not None:
+        places.update(read(before, after, *args))
+    return IndexMap(source, places, (node, *call.through))
+
+
+def index_maps(node: Any, ops: Collection[str] = VIEWS) -> Iterator[IndexMap]:
+    """Yield the map of `node` to each tensor that it is a view of by `ops`, the nearest first.
+
+    The last is behind a view whose places are not known.
+    """
+    places: Places | None = None
+    nodes: tuple[fx.Node, ...] = ()
+    while True:
+        try:
+            step = index_map(node, ops)
+        except Unknown:
+            return
+        if step is None:
+            return
+        node, nodes = step.source, (*nodes, *step.nodes)
+        outer, places = places, step.places
+        if outer is not None:
+            places = {axis: substitute(place, outer) for axis, place in places.items()}
+        yield IndexMap(node, places, nodes)
+
+
+def shape_of(node: Any) -> Shape:
+    example = value(node)
+    if not isinstance(example, Tensor):
+        raise Unknown(f"{node} is not a tensor")
+    return example.shape
+
+
+def size(argument: Any) -> Size:
+    """Return an integer argument, concrete or symbolic."""
+    example = value(argument)
+    if isinstance(example, bool) or not isinstance(example, (int, torch.SymInt)):
+        raise Unknown(f"{argument} is not an integer that is known at compile time")
+    return example
+
+
+def from_left(position: Any, length: Size) -> Size:
+    """Return a position in a dimension, counted from the left also where it is negative."""
+    position = size(position)
+    if always_true(position < 0):
+        position = position + length
+    if not always_true(position >= 0):
+        raise Unknown(f"the position {position} in a dimension of {length} may be negative")
+    return position
+
+
+def _axis(dim: Any) -> int:
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim >= 0:
+        raise Unknown(f"the dimension {dim} is not known")
+    return dim
+
+
+def _transposed(before: Shape, after: Shape, dims: Any) -> Places:
+    first, second = map(_axis, dims)
+    return {first: index(second), second: index(first)}
+
+
+def _permuted(before: Shape, after: Shape, dims: Any) -> Places:
+    return {dim: index(new) for new, dim in enumerate(dims, start=-len(dims))}
+
+
+def _expanded(before: Shape, after: Shape, *_: Any) -> Places:
+    widened = _changed_axes(before, after)
+    if not all(always_true(before[axis] == 1) for axis in widened):
+        raise Unknown(f"the sizes {tuple(before)} and {tuple(after)} may differ")
+    return {axis: affine(0) for axis in widened}
+
+
+def _repeated(before: Shape, after: Shape, *_: Any) -> Places:
+    return {
+        axis: index(axis) - _quotient(index(axis), before[axis]).times(before[axis])
+        for axis in _changed_axes(before, after)
+    }
+
+
+def _changed_axes(before: Shape, after: Shape) -> list[int]:
+    axes = range(-len(before), 0)
+    return [axis for axis in axes if not always_true(before[axis] == after[axis])]
+
+
+def _interleaved(before: Shape, after: Shape, count: Any, dim: Any) -> Places:
+    axis = _axis(dim)
+    return {axis: _quotient(index(axis), size(count))}
+
+
+def _sliced(before: Shape, after: Shape, dim: Any, start: Any, stop: Any, step: Any) -> Places:
+    axis = _axis(dim)
+    return {axis: affine(from_left(start, before[axis])) + index(axis).times(size(step))}
+
+
+def _indexed(before: Shape, after: Shape, items: Any) -> Places:
+    places: dict[int, Affine] = {}
+    axis, out = -len(before), -len(after)
+    for item in items:
+        if item is None:
+            out += 1
+            continue
+        length = before[axis]
+        if isinstance(item, slice):
+            start = 0 if item.start is None else from_left(item.start, length)
+            step = 1 if item.step is None else size(item.step)
+            places[axis] = affine(start) + index(out).times(step)
+            out += 1
+        else:
+            places[axis] = affine(from_left(item, length))
+        axis += 1
+    return places
+
+
+def _reshaped(before: Shape, after: Shape, *_: Any) -> Places:
+    """Return the places of the same elements in the same order, in another shape.
+
+    Both shapes fall into groups of dimensions with equal products, which keep their elements apart.
+    """
+    places = {axis: affine(0) for axis in range(-len(before), 0)}
+    old, new = (
+        [(axis, shape[axis]) for axis in range(-len(shape), 0) if not always_true(shape[axis] == 1)]
+        for shape in (before, after)
+    )
+    # From the end, because a symbolic size is rather in front, where no stride is a multiple of it.
+    while old and new and always_true(old[-1][1] == new[-1][1]):
+        places[old.pop()[0]] = index(new.pop()[0])
+    for olds, news in _groups(old, new):
+        number, stride = affine(0), 1
+        for axis, length in reversed(news):
+            number, stride = number + index(axis).times(stride), stride * length
+        stride = 1
+        for axis, length in reversed(olds):
+            places[axis] = _quotient(number, stride)
+            stride = stride * length
+            if axis != olds[0][0]:
+                places[axis] = places[axis] - _quotient(number, stride).times(length)
+    return places
+
+
+Dimensions = list[tuple[int, Size]]
+
+
+def _groups(old: Dimensions, new: Dimensions) -> Iterator[tuple[Dimensions, Dimensions]]:
+    """Yield groups of dimensions with equal products, as small as is known."""
+    while old or new:
+        i = j = 1
+        while not always_true((product := _product(old[:i])) == (other := _product(new[:j]))):
+            are_known = isinstance(product, int) and isinstance(other, int)
+            if are_known and product < other and i < len(old):
+                i += 1
+            elif are_known and other < product and j < len(new):
+                j += 1
+            else:
+                i, j = len(old), len(new)
+                break
+        yield old[:i], new[:j]
+        old, new = old[i:], new[j:]
+
+
+def _product(dimensions: Dimensions) -> Any:
+    return math.prod(length for _, length in dimensions)
+
+
+def _quotient(number: Affine, divisor: Size) -> Affine:
+    if isinstance(divisor, int) and divisor == 1:
+        return number
+    if not isinstance(divisor, int) or divisor < 1:
+        raise Unknown(f"a dimension is divided by {divisor}, which is not a positive constant")
+    return quotient(number, divisor)
+
+
+# Canonical operation -> function of the shapes of the source and of the view, and of the other
+# arguments of the call: the places that are not the element's own indices.
+_PLACES: dict[str, Callable[..., Places]] = {
+    "transpose": _transposed, "permute": _permuted, "expand": _expanded, "repeat": _repeated,
+    "repeat_interleave": _interleaved, "slice": _sliced, "getitem": _indexed,
+}  # fmt: skip
