@@ -275,7 +275,7 @@ def grouped(emit: Emitter, node: fx.Node, operands: Operands) -> tuple[Any, Any,
         repeat for operand in keys_and_values if (repeat := repeated(operand, HEADS)) is not None
     ]
     if len(repeats) == 2 and repeats[0].times == repeats[1].times:
-        keys_and_values = [viewed(node, repeat.source, repeat.swaps) for repeat in repeats]
+        keys_and_values = [viewed(node, repeat.source, repeat.views) for repeat in repeats]
     dtype = value(node).dtype
     query, key, values = (
         operand if value(operand).dtype == dtype else emit(torch.Tensor.to, operand, dtype)
