@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..engine.algebra import Affine, Quotient, index, quotient
-from ..engine.algebra import same as equal_numbers
+from ..engine import algebra
 from ..engine.canonical import same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.index_maps import IndexMap, index_maps
@@ -100,17 +99,18 @@ def _repetition(node: fx.Node, view: IndexMap, axis: int) -> Repeat | None:
     return Repeat(view.source, times, view.nodes, permuted(range(-len(after), 0), order))
 
 
-def _copies(place: Affine, size: Any, axis: int, length: Any) -> Any:
+def _copies(place: algebra.Affine, size: Any, axis: int, length: Any) -> Any:
     """Return how many consecutive indices along `axis` have each place in a dimension of `size`.
 
     Return None if the place depends on another index.
     """
     if same(size, 1):
         return length
-    divisors = [term.divisor for term in place.terms if isinstance(term, Quotient)]
-    count = divisors[0] if divisors else 1
-    wanted = quotient(index(axis), count) if divisors else index(axis)
-    return count if equal_numbers(place, wanted) and same(size * count, length) else None
+    count, wanted = 1, algebra.index(axis)
+    for term in place.terms:
+        if isinstance(term, algebra.Quotient):
+            count, wanted = term.divisor, algebra.quotient(wanted, term.divisor)
+    return count if algebra.same(place, wanted) and same(size * count, length) else None
 
 
 def _repeat_obstacle(
