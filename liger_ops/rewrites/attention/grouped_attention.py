@@ -80,6 +80,8 @@ def _repetition(node: fx.Node, view: IndexMap, axis: int) -> Repeat | None:
     The indices may be in another order.
     """
     before, after = value(view.source).shape, value(node).shape
+    if len(before) != len(after):
+        return None
     order: list[int] = []
     times: Any = 1
     # A dimension of 1 may be taken for any other: its only place is 0.
@@ -94,7 +96,7 @@ def _repetition(node: fx.Node, view: IndexMap, axis: int) -> Repeat | None:
         left.remove(old)
         order.append(old)
         times = count if new == axis else times
-    if left or not isinstance(times, int) or times == 1:
+    if not isinstance(times, int) or times == 1:
         return None
     return Repeat(view.source, times, view.nodes, permuted(range(-len(after), 0), order))
 

@@ -87,10 +87,18 @@ def index_maps(node: Any, ops: Collection[str] = VIEWS) -> Iterator[IndexMap]:
         if step is None:
             return
         node, nodes = step.source, (*nodes, *step.nodes)
-        outer, places = places, step.places
-        if outer is not None:
-            places = {axis: substitute(place, outer) for axis, place in places.items()}
+        places = step.places if places is None else _composed(step.places, places)
         yield IndexMap(node, places, nodes)
+
+
+def _composed(inner: Places, outer: Places) -> Places:
+    """Return the places of `inner` for indices that are themselves the places of `outer`."""
+    # Most places are an index alone: `index` returns one object for each axis.
+    indices = {id(index(axis)): place for axis, place in outer.items()}
+    return {
+        axis: indices[id(place)] if id(place) in indices else substitute(place, outer)
+        for axis, place in inner.items()
+    }
 
 
 def shape_of(node: Any) -> Shape:
@@ -133,23 +141,13 @@ def _permuted(before: Shape, after: Shape, dims: Any) -> Places:
     return {dim: index(new) for new, dim in enumerate(dims, start=-len(dims))}
 
 
-def _expanded(before: Shape, after: Shape, *_: Any) -> Places:
-    widened = _changed_axes(before, after)
-    if not all(always_true(before[axis] == 1) for axis in widened):
-        raise Unknown(f"the sizes {tuple(before)} and {tuple(after)} may differ")
-    return {axis: affine(0) for axis in widened}
-
-
 def _repeated(before: Shape, after: Shape, *_: Any) -> Places:
+    # An expanded dimension is one of size 1 that is repeated, in which every place is 0.
     return {
         axis: index(axis) - _quotient(index(axis), before[axis]).times(before[axis])
-        for axis in _changed_axes(before, after)
+        for axis in range(-len(before), 0)
+        if not always_true(before[axis] == after[axis])
     }
-
-
-def _changed_axes(before: Shape, after: Shape) -> list[int]:
-    axes = range(-len(before), 0)
-    return [axis for axis in axes if not always_true(before[axis] == after[axis])]
 
 
 def _interleaved(before: Shape, after: Shape, count: Any, dim: Any) -> Places:
@@ -159,26 +157,26 @@ def _interleaved(before: Shape, after: Shape, count: Any, dim: Any) -> Places:
 
 def _sliced(before: Shape, after: Shape, dim: Any, start: Any, stop: Any, step: Any) -> Places:
     axis = _axis(dim)
-    return {axis: affine(from_left(start, before[axis])) + index(axis).times(size(step))}
+    return {axis: _from(slice(start, stop, step), before[axis], axis)}
 
 
 def _indexed(before: Shape, after: Shape, items: Any) -> Places:
     places: dict[int, Affine] = {}
-    axis, out = -len(before), -len(after)
+    old, new = -len(before), -len(after)
     for item in items:
-        if item is None:
-            out += 1
-            continue
-        length = before[axis]
         if isinstance(item, slice):
-            start = 0 if item.start is None else from_left(item.start, length)
-            step = 1 if item.step is None else size(item.step)
-            places[axis] = affine(start) + index(out).times(step)
-            out += 1
-        else:
-            places[axis] = affine(from_left(item, length))
-        axis += 1
+            places[old] = _from(item, before[old], new)
+        elif item is not None:
+            places[old] = affine(from_left(item, before[old]))
+        old += item is not None
+        new += item is None or isinstance(item, slice)
     return places
+
+
+def _from(bounds: slice, length: Size, axis: int) -> Affine:
+    """Return the place in a dimension of the index along `axis` of its slice."""
+    start = 0 if bounds.start is None else from_left(bounds.start, length)
+    return affine(start) + index(axis).times(1 if bounds.step is None else size(bounds.step))
 
 
 def _reshaped(before: Shape, after: Shape, *_: Any) -> Places:
@@ -191,19 +189,18 @@ def _reshaped(before: Shape, after: Shape, *_: Any) -> Places:
         [(axis, shape[axis]) for axis in range(-len(shape), 0) if not always_true(shape[axis] == 1)]
         for shape in (before, after)
     )
-    # From the end, because a symbolic size is rather in front, where no stride is a multiple of it.
+    # From the end: the strides of a group are multiples of its last sizes, and have to be known.
     while old and new and always_true(old[-1][1] == new[-1][1]):
         places[old.pop()[0]] = index(new.pop()[0])
     for olds, news in _groups(old, new):
-        number, stride = affine(0), 1
-        for axis, length in reversed(news):
-            number, stride = number + index(axis).times(stride), stride * length
-        stride = 1
-        for axis, length in reversed(olds):
+        number = affine(0)
+        for i, (axis, _) in enumerate(news):
+            number = number + index(axis).times(_product(news[i + 1 :]))
+        for i, (axis, length) in enumerate(olds):
+            stride = _product(olds[i + 1 :])
             places[axis] = _quotient(number, stride)
-            stride = stride * length
-            if axis != olds[0][0]:
-                places[axis] = places[axis] - _quotient(number, stride).times(length)
+            if i:
+                places[axis] -= _quotient(number, stride * length).times(length)
     return places
 
 
@@ -242,6 +239,6 @@ def _quotient(number: Affine, divisor: Size) -> Affine:
 # Canonical operation -> function of the shapes of the source and of the view, and of the other
 # arguments of the call: the places that are not the element's own indices.
 _PLACES: dict[str, Callable[..., Places]] = {
-    "transpose": _transposed, "permute": _permuted, "expand": _expanded, "repeat": _repeated,
+    "transpose": _transposed, "permute": _permuted, "expand": _repeated, "repeat": _repeated,
     "repeat_interleave": _interleaved, "slice": _sliced, "getitem": _indexed,
 }  # fmt: skip

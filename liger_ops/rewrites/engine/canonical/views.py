@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from .call import (
     IDENTITY,
     Call,
-    as_tuple,
     calls,
     declared,
     dimension,
@@ -38,10 +37,6 @@ declared("unbind", "input dim=0", torch.unbind, "unbind")
 declared("chunk", "input chunks dim=0", torch.chunk, "chunk")
 declared("split", "input split_size dim=0", torch.split, "split")
 declared("detach", "input", torch.detach, "detach")
-spelled("repeat")(lambda input, *counts, **named: _repeat(input, _listed(counts, named, "repeats")))
-spelled(torch.tile, "tile")(
-    lambda input, *counts, **named: _repeat(input, _listed(counts, named, "dims"))
-)
 
 
 def _listed(items: tuple[Any, ...], named: dict[str, Any], *names: str) -> Any:
@@ -49,25 +44,29 @@ def _listed(items: tuple[Any, ...], named: dict[str, Any], *names: str) -> Any:
 
     Raises TypeError for another named argument.
     """
-    for name in names:
-        items = named.pop(name, items)
     if named:
-        raise TypeError(f"unknown arguments {sorted(named)}")
+        name, *others = named
+        if others or name not in names:
+            raise TypeError(f"unknown arguments {sorted(named)}")
+        items = named[name]
     if len(items) == 1 and isinstance(value(items[0]), (tuple, list)):
-        return as_tuple(items[0])
-    return as_tuple(items)
+        items = items[0]
+    return tuple(items) if isinstance(items, list) else items
 
 
-def _repeat(input: Any, counts: Any) -> Call | None:
-    missing = value(input).dim() - len(counts) if isinstance(counts, tuple) else 0
-    return Call("repeat", (input, (*[1] * missing, *counts) if missing > 0 else counts))
+@spelled(torch.tile, "tile", "repeat")
+def _repeat(input: Any, *counts: Any, **named: Any) -> Call:
+    # Where `repeat` accepts fewer counts than dimensions, none, `tile` counts from the last.
+    return Call("repeat", (input, _listed(counts, named, "repeats", "dims")))
 
 
 @spelled(torch.reshape, "reshape", "view")
 def _view(input: Any, *sizes: Any, **named: Any) -> Call | None:
-    if len(sizes) == 1 and isinstance(value(sizes[0]), torch.dtype):
+    shape = _listed(sizes, named, "shape", "size")
+    # x.view(dtype) reads the bytes anew.
+    if shape == sizes and len(shape) == 1 and isinstance(value(shape[0]), torch.dtype):
         return None
-    return Call("view", (input, _listed(sizes, named, "shape", "size")))
+    return Call("view", (input, shape))
 
 
 @spelled(torch.flatten, "flatten")
@@ -205,10 +204,11 @@ def _getitem(input: Any, index: Any) -> Call | None:
     if not isinstance(tensor, Tensor):
         return _piece(input, index) or Call("item", (input, index))
     indices = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(value(i), (Tensor, list, tuple, bool)) for i in indices):
+    numbers = [value(i) for i in indices if not isinstance(i, slice)]
+    if any(isinstance(i, (Tensor, list, tuple, bool)) for i in numbers):
         return None
     # Replace the ellipsis, written or implied at the end, by a full slice for each dimension.
-    taken = sum(i is not None and i is not Ellipsis for i in indices)
+    taken = len(indices) - indices.count(None) - indices.count(Ellipsis)
     position = indices.index(Ellipsis) if Ellipsis in indices else len(indices)
     indices[position : position + 1] = [slice(None)] * (tensor.dim() - taken)
     if all(isinstance(i, slice) for i in indices):
