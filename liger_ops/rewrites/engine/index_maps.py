@@ -182,49 +182,28 @@ def _from(bounds: slice, length: Size, axis: int) -> Affine:
 def _reshaped(before: Shape, after: Shape, *_: Any) -> Places:
     """Return the places of the same elements in the same order, in another shape.
 
-    Both shapes fall into groups of dimensions with equal products, which keep their elements apart.
+    Dimensions that both shapes begin or end with stay; those between are one group.
     """
     places = {axis: affine(0) for axis in range(-len(before), 0)}
     old, new = (
         [(axis, shape[axis]) for axis in range(-len(shape), 0) if not always_true(shape[axis] == 1)]
         for shape in (before, after)
     )
-    # From the end: the strides of a group are multiples of its last sizes, and have to be known.
-    while old and new and always_true(old[-1][1] == new[-1][1]):
-        places[old.pop()[0]] = index(new.pop()[0])
-    for olds, news in _groups(old, new):
-        number = affine(0)
-        for i, (axis, _) in enumerate(news):
-            number = number + index(axis).times(_product(news[i + 1 :]))
-        for i, (axis, length) in enumerate(olds):
-            stride = _product(olds[i + 1 :])
-            places[axis] = _quotient(number, stride)
-            if i:
-                places[axis] -= _quotient(number, stride * length).times(length)
+    for end in (-1, 0):
+        while old and new and always_true(old[end][1] == new[end][1]):
+            places[old.pop(end)[0]] = index(new.pop(end)[0])
+    number = affine(0)
+    for i, (axis, _) in enumerate(new):
+        number = number + index(axis).times(_product(new[i + 1 :]))
+    for i, (axis, length) in enumerate(old):
+        stride = _product(old[i + 1 :])
+        places[axis] = _quotient(number, stride)
+        if i:
+            places[axis] -= _quotient(number, stride * length).times(length)
     return places
 
 
-Dimensions = list[tuple[int, Size]]
-
-
-def _groups(old: Dimensions, new: Dimensions) -> Iterator[tuple[Dimensions, Dimensions]]:
-    """Yield groups of dimensions with equal products, as small as is known."""
-    while old or new:
-        i = j = 1
-        while not always_true((product := _product(old[:i])) == (other := _product(new[:j]))):
-            are_known = isinstance(product, int) and isinstance(other, int)
-            if are_known and product < other and i < len(old):
-                i += 1
-            elif are_known and other < product and j < len(new):
-                j += 1
-            else:
-                i, j = len(old), len(new)
-                break
-        yield old[:i], new[:j]
-        old, new = old[i:], new[j:]
-
-
-def _product(dimensions: Dimensions) -> Any:
+def _product(dimensions: Sequence[tuple[int, Size]]) -> Any:
     return math.prod(length for _, length in dimensions)
 
 
