@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ...accepted import is_scale
-from ..engine.algebra import always_true
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
+from ..engine.maps.algebra import always_true
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import check_results, foreign, reported

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..engine import algebra
 from ..engine.canonical import same, value
 from ..engine.graph_state import GraphState, erase_unused
-from ..engine.index_maps import IndexMap, index_maps
+from ..engine.maps import algebra
+from ..engine.maps.index_maps import IndexMap, index_maps
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, reported, viewed
 from .attention import attentions, obstacle, set_arguments

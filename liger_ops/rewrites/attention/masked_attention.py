@@ -35,10 +35,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..engine.algebra import Condition, data_of, is_condition, leaves, number
 from ..engine.canonical import canonical, same, value
 from ..engine.emitter import Emitter
 from ..engine.graph_state import GraphState, erase_unused
+from ..engine.maps.algebra import Condition, data_of, is_condition, leaves, number
 from ..engine.report import Report
 from ..engine.rewrite import Refused, replace, viewed
 from . import flash_attention, flex_attention

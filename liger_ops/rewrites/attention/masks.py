@@ -8,9 +8,17 @@ from typing import Any
 
 from torch import fx
 
-from ..engine.algebra import Condition, Unknown, always_true, axes_of, conjunction, negation, truth
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
+from ..engine.maps.algebra import (
+    Condition,
+    Unknown,
+    always_true,
+    axes_of,
+    conjunction,
+    negation,
+    truth,
+)
 from ..engine.rewrite import Refused
 from .attention_products import Operand
 from .mask.evaluate import IndexFunctions

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..engine.algebra import always_true
 from ..engine.canonical import calls, same, value
 from ..engine.casts import represents
 from ..engine.graph_state import GraphState
 from ..engine.layout import noticed
+from ..engine.maps.algebra import always_true
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from ...accepted import is_scale
-from ..engine import algebra
 from ..engine.canonical import Call, canonical, is_tensor, operation, same, value
 from ..engine.canonical.call import FUNCTIONS, METHODS
-from ..engine.index_maps import COPIES, VIEWS, index_maps
+from ..engine.maps import algebra
+from ..engine.maps.index_maps import COPIES, VIEWS, index_maps
 from ..engine.rewrite import Refused
 from .attention_products import Scores, product_of_scores
 from .numbers import constant

@@ -25,7 +25,7 @@ from torch.nn import functional
 from ...torch_private import native_linear
 from .canonical import COMMUTATIVE, IDENTITY, Call, calls, canonical, never_changed, same, value
 from .casts import dtype_of, has_arithmetic, rounding, sources
-from .index_maps import VIEWS
+from .maps.index_maps import VIEWS
 from .replay import fake_mode_of, replay
 
 # Code with more different constants than this is another computation, not a near miss.

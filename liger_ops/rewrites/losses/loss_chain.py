@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...accepted import is_scale
 from ..engine.canonical import Call, canonical, is_tensor, same, value
-from ..engine.index_maps import COPIES, RESHAPES
+from ..engine.maps.index_maps import COPIES, RESHAPES
 from ..engine.pattern import Pattern
 from ..engine.rewrite import Refused, derive, foreign, number
 

@@ -21,7 +21,7 @@ from causal_masks import (
 )
 from liger_ops.rewrites.attention import causal_attention
 from liger_ops.rewrites.attention.mask.proof import visible_keys
-from liger_ops.rewrites.engine.algebra import Unknown, affine
+from liger_ops.rewrites.engine.maps.algebra import Unknown, affine
 
 NEAR_MISSES: dict[str, Mask] = {
     "shifted later": lambda q, k: columns(k) <= rows(q) + 1,

@@ -19,7 +19,7 @@ from liger_ops.rewrites.attention import causal_attention
 from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
 from liger_ops.rewrites.attention.mask.proof import departure, visible_keys, window
 from liger_ops.rewrites.attention.mask.region import everywhere
-from liger_ops.rewrites.engine.algebra import Unknown, is_condition
+from liger_ops.rewrites.engine.maps.algebra import Unknown, is_condition
 
 
 @settings(max_examples=40)

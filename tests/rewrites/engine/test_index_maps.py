@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from index_programs import value_at
-from liger_ops.rewrites.engine.index_maps import CASTS, VIEWS, IndexMap, index_maps
+from liger_ops.rewrites.engine.maps.index_maps import CASTS, VIEWS, IndexMap, index_maps
 
 NEG = torch.neg
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.rewrites.engine.algebra import (
+from liger_ops.rewrites.engine.maps.algebra import (
     Affine,
     And,
     NonNegative,

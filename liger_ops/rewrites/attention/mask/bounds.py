@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...engine.canonical import arguments, operation, value
-from ...engine.index_maps import CASTS, VIEWS, view_of
+from ...engine.maps.index_maps import CASTS, VIEWS, view_of
 from ..numbers import constant
 
 Bounds = tuple[float, float]

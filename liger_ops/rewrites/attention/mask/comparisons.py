@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ...engine.algebra import (
+from ...engine.canonical import value as traced
+from ...engine.casts import represents
+from ...engine.maps.algebra import (
     Affine,
     Number,
     Size,
@@ -25,8 +27,6 @@ from ...engine.algebra import (
     negation,
     number,
 )
-from ...engine.canonical import value as traced
-from ...engine.casts import represents
 from ..numbers import rounded
 from .rules import rule, shape_of
 

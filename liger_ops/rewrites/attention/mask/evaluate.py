@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...engine.algebra import (
+from ...engine.canonical import arguments, is_tensor, operation
+from ...engine.canonical import value as traced
+from ...engine.casts import represents
+from ...engine.graph_state import needed_by
+from ...engine.maps.algebra import (
     Affine,
     Datum,
     Size,
@@ -32,11 +36,7 @@ from ...engine.algebra import (
     substitute,
     truth,
 )
-from ...engine.canonical import arguments, is_tensor, operation
-from ...engine.canonical import value as traced
-from ...engine.casts import represents
-from ...engine.graph_state import needed_by
-from ...engine.index_maps import CASTS, VIEWS, IndexMap, index_map
+from ...engine.maps.index_maps import CASTS, VIEWS, IndexMap, index_map
 from ...engine.memory import is_plain
 from ..numbers import rounded
 from .region import everywhere

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...engine.algebra import (
+from ...engine.maps.algebra import (
     Affine,
     Condition,
     Datum,

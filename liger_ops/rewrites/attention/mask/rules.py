@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ...engine.algebra import (
+from ...engine.canonical import value as traced
+from ...engine.maps.algebra import (
     Affine,
     Unknown,
     Value,
@@ -35,8 +36,7 @@ from ...engine.algebra import (
     substitute,
     truth,
 )
-from ...engine.canonical import value as traced
-from ...engine.index_maps import shape_of, size
+from ...engine.maps.index_maps import shape_of, size
 from .region import everywhere
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...engine.algebra import Unknown
 from ...engine.canonical import value
 from ...engine.emitter import Emitter
 from ...engine.graph_state import GraphState, erase_unused
+from ...engine.maps.algebra import Unknown
 from ..mask.predicate import inlined
 from .mask_outputs import MaskOrigin, Recipe, may_be_mask, origin_of
 from .padding import masks_of_attention

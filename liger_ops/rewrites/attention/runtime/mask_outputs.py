@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....torch_private import FakeTensor
-from ...engine.algebra import Unknown, data_of
 from ...engine.canonical import value
 from ...engine.failure import guarded
 from ...engine.graph_state import GraphState, needed_by
+from ...engine.maps.algebra import Unknown, data_of
 from ...engine.memory import is_plain
 from ...engine.rewrite import derive
 from ..mask.blocks import dense_datum

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from ....torch_private import assert_async
-from ...engine.algebra import Condition, Unknown, comparisons, data_of
 from ...engine.canonical import value
 from ...engine.graph_state import GraphState, needed_by
+from ...engine.maps.algebra import Condition, Unknown, comparisons, data_of
 from ...engine.memory import is_plain
 from ...engine.report import Report
 from ...engine.rewrite import derive

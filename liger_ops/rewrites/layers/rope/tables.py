@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ...engine.canonical import IDENTITY, canonical, is_tensor, same, value
 from ...engine.graph_state import needed_by
-from ...engine.index_maps import VIEWS
+from ...engine.maps.index_maps import VIEWS
 from ...engine.pattern import skip
 from ...engine.rewrite import Refused, View, derive
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ..canonical import IDENTITY, Call, canonical, value
 from .algebra import Affine, Size, Unknown, affine, always_true, index, quotient, substitute
-from .canonical import IDENTITY, Call, canonical, value
 
 # Canonical operations whose result has elements of their first argument: all, in the same shape;
 COPIES = frozenset({IDENTITY, "contiguous"})
@@ -141,7 +141,7 @@ def _permuted(before: Shape, after: Shape, dims: Any) -> Places:
     return {dim: index(new) for new, dim in enumerate(dims, start=-len(dims))}
 
 
-def _repeated(before: Shape, after: Shape, *_: Any) -> Places:
+def _repeated(before: Shape, after: Shape, *args: Any) -> Places:
     # An expanded dimension is one of size 1 that is repeated, in which every place is 0.
     return {
         axis: index(axis) - _quotient(index(axis), before[axis]).times(before[axis])
@@ -179,7 +179,7 @@ def _from(bounds: slice, length: Size, axis: int) -> Affine:
     return affine(start) + index(axis).times(1 if bounds.step is None else size(bounds.step))
 
 
-def _reshaped(before: Shape, after: Shape, *_: Any) -> Places:
+def _reshaped(before: Shape, after: Shape, *args: Any) -> Places:
     """Return the places of the same elements in the same order, in another shape.
 
     Dimensions that both shapes begin or end with stay; those between are one group.
