@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...rewrites.attention.mask.algebra import Affine, Unknown, index
 from ...rewrites.attention.mask.evaluate import IndexFunctions
+from ...rewrites.engine.maps.algebra import Affine, Unknown, index
 from ..layers.rebinding import opaque, rebound, wrapped
 from ..probing import undisturbed
 from ..trace import Trace

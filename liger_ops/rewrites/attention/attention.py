@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from ...accepted import is_scale
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
+from ..engine.maps.algebra import always_true
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import check_results, foreign, reported
 from .attention_products import Operand
-from .mask.algebra import always_true
 from .mask.scopes import Scope, all_graphs, scopes
 from .masks import Mask, States
 from .numbers import scale_of_call

@@ -64,8 +64,8 @@ def product_of_scores(node: Any) -> Scores | None:
     if transposed is not None and transposed.args[1] == (-2, -1):
         nodes, keys, key = (node, keys), transposed.args[0], (*key[:-2], key[-1], key[-2])
     scores = Scores(
-        Operand(queries, _permuted(query, (*batch, i, d))),
-        Operand(keys, _permuted(key, (*batch, j, d))),
+        Operand(queries, permuted(query, (*batch, i, d))),
+        Operand(keys, permuted(key, (*batch, j, d))),
         nodes,
     )
     if call.op != "baddbmm":
@@ -86,8 +86,8 @@ def product_of_weights(node: Any) -> Weighted | None:
     d = next(iter(set(second) - set(first)), "")
     if set(second) != {*batch, j, d} or set(result) != {*batch, i, d}:
         return None
-    value_views = _permuted(second, (*batch, j, d))
-    return Weighted(weights, Operand(values, value_views), _permuted((*batch, i, d), result))
+    value_views = permuted(second, (*batch, j, d))
+    return Weighted(weights, Operand(values, value_views), permuted((*batch, i, d), result))
 
 
 def _matrix_product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[str]]] | None:
@@ -122,7 +122,7 @@ def _matrix_product(node: Any) -> tuple[Call, Sequence[fx.Node], list[Sequence[s
     return call, operands, [first, second, result]
 
 
-def _permuted(subscripts: Sequence[str], order: Sequence[str]) -> tuple[View, ...]:
+def permuted(subscripts: Sequence[Any], order: Sequence[Any]) -> tuple[View, ...]:
     """Return the views that bring dimensions with `subscripts` into the order `order`."""
     dims = tuple(list(subscripts).index(letter) for letter in order)
     permuted = [position - len(dims) for position, dim in enumerate(dims) if position != dim]

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..engine.canonical import IDENTITY, canonical, operation, same, value
+from ..engine.canonical import same, value
 from ..engine.graph_state import GraphState, erase_unused
+from ..engine.maps import algebra
+from ..engine.maps.index_maps import IndexMap, index_maps
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, reported, viewed
 from .attention import attentions, obstacle, set_arguments
+from .attention_products import permuted
 
 OP = "grouped_attention"
 HEADS = -3
@@ -29,7 +32,7 @@ FLASH_HEAD_DIM = 256
 
 
 class Repeat(NamedTuple):
-    """A tensor of `times` consecutive copies of each head of `source`, then transposed by `swaps`.
+    """A tensor of `times` consecutive copies of each head of `source`, viewed by `views`.
 
     `nodes` compute it from `source`.
     """
@@ -37,7 +40,7 @@ class Repeat(NamedTuple):
     source: fx.Node
     times: int
     nodes: tuple[fx.Node, ...]
-    swaps: tuple[View, ...] = ()
+    views: tuple[View, ...] = ()
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -61,62 +64,55 @@ def _group(
     reason = obstacle(node, arguments, state) or _repeat_obstacle(node, arguments, repeats, state)
     if reason is not None:
         raise Refused(reason)
-    key, values = (viewed(node, repeat.source, repeat.swaps) for repeat in repeats)
+    key, values = (viewed(node, repeat.source, repeat.views) for repeat in repeats)
     set_arguments(node, {**arguments, "key": key, "value": values, "enable_gqa": True}, state)
 
 
 def repeated(node: Any, axis: int) -> Repeat | None:
     """Return the repetition along `axis`, counted from the right, that `node` is, or None."""
-    if not isinstance(node, fx.Node) or not isinstance(value(node), Tensor):
-        return None
-    name, call = operation(node), canonical(node)
-    op, args = (call.op, call.args) if call is not None else (None, ())
-    if op in (IDENTITY, "contiguous"):
-        inner = repeated(args[0], axis)
-        return inner and inner._replace(nodes=(*inner.nodes, node))
-    if op == "transpose":
-        dims = args[1]
-        inner = repeated(args[0], sum(dims) - axis if axis in dims else axis)
-        return inner and inner._replace(
-            nodes=(*inner.nodes, node), swaps=(*inner.swaps, (torch.transpose, *dims))
-        )
-    if op == "repeat_interleave":
-        x, times, dim = args
-        return Repeat(x, times, (node,)) if dim == axis and _is_count(times) else None
-    if op in ("view", "flatten"):
-        return _merged(node, args[0], axis)
-    if name in ("expand", "expand_as", "broadcast_to"):
-        source, times = node.all_input_nodes[0], _shape(node)[axis]
-        if same(_shape(source), _with_size(_shape(node), axis, 1)) and _is_count(times):
-            return Repeat(source, times, (node,))
-    return None
+    found = (_repetition(node, view, axis) for view in index_maps(node))
+    return next((repeat for repeat in found if repeat is not None), None)
 
 
-def _merged(node: fx.Node, copies: fx.Node, axis: int) -> Repeat | None:
-    """Match x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d), with heads at any axis.
+def _repetition(node: fx.Node, view: IndexMap, axis: int) -> Repeat | None:
+    """Return the repetition if each place is an index of `node`, and divided by a count at `axis`.
 
-    Every step except the expansion keeps the order of the elements, so comparing shapes is enough.
+    The indices may be in another order.
     """
-    shape = _shape(copies)
-    if len(shape) != len(_shape(node)) + 1 or not _is_count(shape[axis]):
+    before, after = value(view.source).shape, value(node).shape
+    if len(before) != len(after):
         return None
-    if not same(
-        _without_axis(_with_size(shape, axis - 1, shape[axis - 1] * shape[axis]), axis),
-        _shape(node),
-    ):
+    order: list[int] = []
+    times: Any = 1
+    # A dimension of 1 may be taken for any other: its only place is 0.
+    left = sorted(view.places, key=lambda old: (same(before[old], 1), old))
+    for new in range(-len(after), 0):
+        for old in left:
+            count = _copies(view.places[old], before[old], new, after[new])
+            if count is not None and (new == axis or same(count, 1)):
+                break
+        else:
+            return None
+        left.remove(old)
+        order.append(old)
+        times = count if new == axis else times
+    if not isinstance(times, int) or times == 1:
         return None
-    if operation(copies) not in ("expand", "expand_as", "broadcast_to", "repeat", "tile"):
-        return None
-    unsqueezed = copies.all_input_nodes[0]
-    call = canonical(unsqueezed)
-    if call is None or call.op not in ("unsqueeze", "view"):
-        return None
-    source = call.args[0]
-    if same(_shape(unsqueezed), _with_size(shape, axis, 1)) and same(
-        _shape(source), _without_axis(shape, axis)
-    ):
-        return Repeat(source, shape[axis], (unsqueezed, copies, node))
-    return None
+    return Repeat(view.source, times, view.nodes, permuted(range(-len(after), 0), order))
+
+
+def _copies(place: algebra.Affine, size: Any, axis: int, length: Any) -> Any:
+    """Return how many consecutive indices along `axis` have each place in a dimension of `size`.
+
+    Return None if the place depends on another index.
+    """
+    if same(size, 1):
+        return length
+    count, wanted = 1, algebra.index(axis)
+    for term in place.terms:
+        if isinstance(term, algebra.Quotient):
+            count, wanted = term.divisor, algebra.quotient(wanted, term.divisor)
+    return count if algebra.same(place, wanted) and same(size * count, length) else None
 
 
 def _repeat_obstacle(
@@ -165,20 +161,3 @@ def not_flash(
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0"
     return None
-
-
-def _shape(node: Any) -> list[Any]:
-    tensor = value(node)
-    return list(tensor.shape) if isinstance(tensor, Tensor) else []
-
-
-def _with_size(shape: list[Any], axis: int, size: Any) -> list[Any]:
-    return [size if position - len(shape) == axis else old for position, old in enumerate(shape)]
-
-
-def _without_axis(shape: list[Any], axis: int) -> list[Any]:
-    return [old for position, old in enumerate(shape) if position - len(shape) != axis]
-
-
-def _is_count(times: Any) -> bool:
-    return isinstance(times, int) and not isinstance(times, bool) and times > 1

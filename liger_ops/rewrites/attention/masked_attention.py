@@ -38,6 +38,7 @@ from torch import fx
 from ..engine.canonical import canonical, same, value
 from ..engine.emitter import Emitter
 from ..engine.graph_state import GraphState, erase_unused
+from ..engine.maps.algebra import Condition, data_of, is_condition, leaves, number
 from ..engine.report import Report
 from ..engine.rewrite import Refused, replace, viewed
 from . import flash_attention, flex_attention
@@ -45,7 +46,6 @@ from .attention import Candidate, mask_of, masked_calls, obstacle, replace_candi
 from .attention_products import Operand
 from .block_masks import BlockMaskNodes, BlockMasks, emit_block_mask
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
-from .mask.algebra import Condition, data_of, is_condition, leaves, number
 from .mask.blocks import dense_datum
 from .mask.proof import sees_a_key, window
 from .mask.scopes import Scope
@@ -275,7 +275,7 @@ def grouped(emit: Emitter, node: fx.Node, operands: Operands) -> tuple[Any, Any,
         repeat for operand in keys_and_values if (repeat := repeated(operand, HEADS)) is not None
     ]
     if len(repeats) == 2 and repeats[0].times == repeats[1].times:
-        keys_and_values = [viewed(node, repeat.source, repeat.swaps) for repeat in repeats]
+        keys_and_values = [viewed(node, repeat.source, repeat.views) for repeat in repeats]
     dtype = value(node).dtype
     query, key, values = (
         operand if value(operand).dtype == dtype else emit(torch.Tensor.to, operand, dtype)

@@ -10,9 +10,17 @@ from torch import fx
 
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
+from ..engine.maps.algebra import (
+    Condition,
+    Unknown,
+    always_true,
+    axes_of,
+    conjunction,
+    negation,
+    truth,
+)
 from ..engine.rewrite import Refused
 from .attention_products import Operand
-from .mask.algebra import Condition, Unknown, always_true, axes_of, conjunction, negation, truth
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import Scope

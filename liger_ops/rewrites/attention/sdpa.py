@@ -25,12 +25,12 @@ from ..engine.canonical import calls, same, value
 from ..engine.casts import represents
 from ..engine.graph_state import GraphState
 from ..engine.layout import noticed
+from ..engine.maps.algebra import always_true
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
 from .attention import replace_candidates
 from .attention_products import Operand
-from .mask.algebra import always_true
 from .mask.bounds import ORDINARY, MaskBounds, inside
 from .mask.proof import sees_a_key
 from .mask.scopes import Scope

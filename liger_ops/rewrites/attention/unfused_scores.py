@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from ...accepted import is_scale
-from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
+from ..engine.canonical import Call, canonical, is_tensor, operation, same, value
 from ..engine.canonical.call import FUNCTIONS, METHODS
+from ..engine.maps import algebra
+from ..engine.maps.index_maps import COPIES, VIEWS, index_maps
 from ..engine.rewrite import Refused
 from .attention_products import Scores, product_of_scores
 from .numbers import constant
@@ -297,11 +299,10 @@ def _sliced(node: fx.Node, inner: UnfusedScores, call: Call, index: int) -> Unfu
 # the call's arguments). It returns them after the operation, or None for an argument that it does
 # not follow.
 _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | None]] = {
-    **dict.fromkeys((IDENTITY, "cast", "contiguous"), _identity),
-    **dict.fromkeys(("view", "flatten"), _viewed),
+    **dict.fromkeys((*COPIES, "cast"), _identity),
     **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("masked_fill", "where"), _filled),
-    "tanh": _capped, "add": _added, "sub": _shifted,
+    "view": _viewed, "tanh": _capped, "add": _added, "sub": _shifted,
     "softmax": _softmax, _DROPOUT: _dropped, "slice": _sliced,
 }  # fmt: skip
 
@@ -315,31 +316,9 @@ def per_head_numbers(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ..
 
     Return None and no nodes if the column holds anything else.
     """
-    node: Any = column
-    nodes: tuple[fx.Node, ...] = ()
     heads = value(column).shape[1]
-    while isinstance(node, fx.Node) and is_tensor(node):
-        if is_tensor(node, dim=1):
-            return node, nodes
-        call, source = canonical(node), node.args[0] if node.args else None
-        if not is_tensor(source):
-            break
-        if operation(node) in ("expand", "expand_as", "broadcast_to"):
-            if not same(tuple(value(source).shape), (1, heads, 1, 1)):
-                break
-        elif call is None or not _adds_dimensions(call, source):
-            break
-        nodes, node = (*nodes, node), source
+    for view in index_maps(column, VIEWS | {"cast"}):
+        if is_tensor(view.source, dim=1):
+            per_head = same(heads, 1) or algebra.same(view.places[-1], algebra.index(-3))
+            return (view.source, view.nodes) if per_head else (None, ())
     return None, ()
-
-
-def _adds_dimensions(call: Call, source: Any) -> bool:
-    """Return whether `call` only casts `source` or adds dimensions of 1 to it.
-
-    At most one dimension of `source` is not 1, so that no view can reorder its elements.
-    """
-    if sum(not same(size, 1) for size in value(source).shape) > 1:
-        return False
-    if call.op == "getitem":
-        return all(item is None or item == slice(None) for item in call.args[1])
-    return call.op in ("view", "unsqueeze", "cast", "contiguous", IDENTITY)

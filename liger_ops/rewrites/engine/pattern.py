@@ -25,16 +25,14 @@ from torch.nn import functional
 from ...torch_private import native_linear
 from .canonical import COMMUTATIVE, IDENTITY, Call, calls, canonical, never_changed, same, value
 from .casts import dtype_of, has_arithmetic, rounding, sources
+from .maps.index_maps import VIEWS
 from .replay import fake_mode_of, replay
 
 # Code with more different constants than this is another computation, not a near miss.
 MOST_DIFFERENCES = 1
 # Views and casts of an input. Code outside a match may also use their results: the op does not need
 # them, and to compute them is cheap.
-CHEAP = {
-    "cast", "chunk", "contiguous", "expand", "flatten", "repeat_interleave", "slice", "split",
-    "transpose", "unsqueeze", "view",
-}  # fmt: skip
+CHEAP = VIEWS | {"cast", "chunk", "split"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from ...accepted import is_scale
-from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, same, value
+from ..engine.canonical import Call, canonical, is_tensor, same, value
+from ..engine.maps.index_maps import COPIES, RESHAPES
 from ..engine.pattern import Pattern
 from ..engine.rewrite import Refused, derive, foreign, number
 
@@ -75,9 +76,9 @@ def through_view(path: LogitsPath, call: Call) -> LogitsPath | None:
     Return None if `call` is something else, or separates the classes of a position.
     """
     source = call.args[0]
-    if call.op in (IDENTITY, "contiguous"):
+    if call.op in COPIES:
         return path.from_source(source)
-    if call.op in ("view", "flatten", "squeeze", "unsqueeze"):
+    if call.op in RESHAPES:
         if not is_tensor(source) or value(source).dim() == 0:
             return None
         after, before = value(path.logits).shape, value(source).shape
@@ -94,7 +95,8 @@ def through_view(path: LogitsPath, call: Call) -> LogitsPath | None:
             if not same(tuple(value(path.logits).shape), tuple(value(source).shape)):
                 return None
             return path.from_source(source, nodes=(*path.nodes, path.logits, *call.through))
-        return path.from_source(source, slices=(path.logits, *path.slices))
+        if _index(path.logits, call) is not None:
+            return path.from_source(source, slices=(path.logits, *path.slices))
     return None
 
 
@@ -229,7 +231,9 @@ def select_positions(tensor: fx.Node, path: LogitsPath, at: fx.Node) -> fx.Node:
     The leading dimensions of the tensor are those of the logits, which the hidden states have too.
     """
     for node in path.slices:
-        tensor = derive(at, operator.getitem, tensor, _index(node))
+        call = canonical(node)
+        assert call is not None
+        tensor = derive(at, operator.getitem, tensor, _index(node, call))
     return tensor
 
 
@@ -240,8 +244,15 @@ def as_rows(tensor: fx.Node, path: LogitsPath, at: fx.Node) -> fx.Node:
     return derive(at, torch.flatten, tensor, 0, -2) if flattened else tensor
 
 
-def _index(slicing: fx.Node) -> tuple[Any, ...]:
-    """Return the index of a slicing node, with a full slice for the last dimension."""
+def _index(slicing: fx.Node, call: Call) -> tuple[Any, ...] | None:
+    """Return the index of a slicing node, with a full slice for the last dimension.
+
+    None if a bound is a symbolic size that is no node of the graph.
+    """
+    if slicing.target is not operator.getitem:
+        _, dim, *bounds = call.args
+        known = not any(isinstance(bound, torch.SymInt) for bound in bounds)
+        return (..., slice(*bounds), *[slice(None)] * (-dim - 1)) if known else None
     index = slicing.args[1]
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis not in items:

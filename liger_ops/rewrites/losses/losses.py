@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ..engine.canonical import Call, canonical, is_tensor, value
+from ..engine.maps.index_maps import CASTS, VIEWS
 from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, follow_back, softmax_path
 
@@ -180,12 +181,8 @@ def check_softmax_users(inner: Any, matched: set[fx.Node]) -> None:
 def used_by(user: fx.Node) -> str:
     """Return how `user` uses a value: "are returned", or for example "are used by argmax too"."""
     node = user
-    while (call := canonical(node)) is not None and call.op in _RETURNED_AS:
+    while (call := canonical(node)) is not None and call.op in VIEWS | CASTS:
         if len(node.users) != 1:
             break
         node = next(iter(node.users))
     return "are returned" if node.op == "output" else f"are used by {user.name} too"
-
-
-# Operations that a value may pass through before it is returned.
-_RETURNED_AS = {"cast", "contiguous", "flatten", "slice", "view"}

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, same, value
+from ..engine.canonical import Call, canonical, is_tensor, same, value
 from ..engine.casts import represents
+from ..engine.maps.index_maps import COPIES, RESHAPES
 from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, SoftmaxPath, follow_back, same_logits, softmax_path
 from .losses import FUNCTIONS, JoinedTargets, TokenTerm, term_of_call
@@ -86,7 +87,7 @@ class TermReader:
             return None
         product, negative = canonical(summed), False
         between: tuple[fx.Node, ...] = (summed,)
-        while product is not None and product.op in ("neg", "contiguous", IDENTITY):
+        while product is not None and product.op in COPIES | {"neg"}:
             negative ^= product.op == "neg"
             between = (*between, product.args[0])
             product = canonical(product.args[0])
@@ -265,7 +266,8 @@ def _moves_a_last_one(node: fx.Node, call: Call) -> bool:
     return same(now, before) or same(now, (*before, 1)) or same((*now, 1), before)
 
 
-_VIEWS = {"squeeze", "unsqueeze", "view", "flatten", "contiguous", "getitem", IDENTITY}
+# Of a getitem that only removes or adds a last dimension of 1, too.
+_VIEWS = COPIES | RESHAPES | {"getitem"}
 
 
 def _used_once(nodes: Any) -> bool:

@@ -20,8 +20,8 @@ from causal_masks import (
     with_mask,
 )
 from liger_ops.rewrites.attention import causal_attention
-from liger_ops.rewrites.attention.mask.algebra import Unknown, affine
 from liger_ops.rewrites.attention.mask.proof import visible_keys
+from liger_ops.rewrites.engine.maps.algebra import Unknown, affine
 
 NEAR_MISSES: dict[str, Mask] = {
     "shifted later": lambda q, k: columns(k) <= rows(q) + 1,
@@ -34,6 +34,7 @@ NEAR_MISSES: dict[str, Mask] = {
     "every second": lambda q, k: columns(k) <= rows(q) * 2,
     "prefix": lambda q, k: causal(q, k) | (columns(k) < 2),
     "the last first": lambda q, k: columns(k) <= q - 1 - rows(q),
+    "a list of positions": lambda q, k: columns(k) <= rows(q) + torch.arange(2)[[0, 1]][1:],
     "one row for all": lambda q, k: (columns(k) <= 3).expand(1, k),
     "tril of the wrong diagonal": lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(1),
     "packed in two": lambda q, k: causal(q, k) & ((columns(k) < 3) == (rows(q) < 3)),

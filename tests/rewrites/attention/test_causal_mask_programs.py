@@ -16,10 +16,10 @@ from attention_graphs import as_it_is, attention_options, compiled, heads
 from causal_masks import OP, Mask, causal, columns, rows
 from index_programs import conditions, masks, value_at
 from liger_ops.rewrites.attention import causal_attention
-from liger_ops.rewrites.attention.mask.algebra import Unknown, is_condition
 from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
 from liger_ops.rewrites.attention.mask.proof import departure, visible_keys, window
 from liger_ops.rewrites.attention.mask.region import everywhere
+from liger_ops.rewrites.engine.maps.algebra import Unknown, is_condition
 
 
 @settings(max_examples=40)

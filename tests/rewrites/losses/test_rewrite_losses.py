@@ -23,6 +23,11 @@ def of_the_last_positions(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, -3:].reshape(-1, V), target[:, -3:].flatten())
 
 
+def narrowed(logits: Tensor, target: Tensor) -> Tensor:
+    shifted = logits.narrow(1, 0, logits.shape[1] - 1)
+    return F.cross_entropy(shifted.reshape(-1, V), target[:, 1:].flatten())
+
+
 def per_item(logits: Tensor, target: Tensor) -> Tensor:
     total = F.cross_entropy(logits.float().view(-1, V), target.view(-1), reduction="sum")
     return total / 7
@@ -33,6 +38,7 @@ CHAINS: dict[str, Loss] = {
     "transformers": transformers,
     "sliced": sliced,
     "sliced-otherwise": sliced_otherwise,
+    "narrowed": narrowed,
     "last-positions": of_the_last_positions,
     "sum-per-item": per_item,
     "module": lambda logits, target: nn.CrossEntropyLoss()(logits.flatten(0, 1), target.flatten()),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.rewrites.attention.mask.algebra import (
+from liger_ops.rewrites.engine.maps.algebra import (
     Affine,
     And,
     NonNegative,
@@ -93,6 +93,8 @@ def _truths(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
         st.builds(lambda x, n: _full(lambda a: torch.triu(a, n), x), inner, SMALL),
         st.builds(lambda x: lambda q, k: x(k, q).expand(k, q).transpose(0, 1), inner),
         st.builds(lambda x: lambda q, k: x(q + 2, k + 1).expand(q + 2, k + 1)[:q, :k], inner),
+        st.builds(lambda x: _full(lambda a: a[None].permute(2, 0, 1).squeeze().mT, x), inner),
+        st.builds(lambda x: lambda q, k: x(q, 2 * k).expand(q, 2 * k).chunk(2, -1)[1], inner),
         st.builds(lambda x: lambda q, k: x(q, k).expand(q, k)[_first(q, k), _second(q, k)], inner),
         st.builds(lambda x: _full(lambda a: a.long().cumsum(-1) > 0, x), inner),
         st.builds(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .algebra import Datum, axes_of
+from ...engine.maps.algebra import Datum, axes_of
 
 Call = Callable[..., Any]
 # From indices of batch, head, query and key, which broadcast, to a boolean.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...engine.canonical import arguments, operation, value
+from ...engine.maps.index_maps import CASTS, VIEWS, view_of
 from ..numbers import constant
 
 Bounds = tuple[float, float]
@@ -21,18 +22,12 @@ ORDINARY: Bounds = (-1e4, 1e4)
 UNKNOWN: Bounds = (-math.inf, math.inf)
 # As in `evaluate`, the limit keeps the recursion out of a model's residual stream.
 DEPTH = 60
-# Operations whose result holds numbers of their first argument alone, which a cast may round.
-_SAME_NUMBERS = {
-    *("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "expand", "expand_as"),
-    *("broadcast_to", "transpose", "swapaxes", "permute", "t", "T", "mT", "contiguous", "clone"),
-    *("detach", "to", "type", "type_as", "float", "double", "half", "bfloat16", "getitem"),
-    *("int", "long", "short", "char", "byte"),
-    *("repeat", "tile"),
-}
 # Functions that make large numbers or infinities of ordinary ones.
 _UNBOUNDED = {
     *("log", "log2", "log10", "log1p", "logit", "div", "truediv", "divide", "true_divide"),
     *("reciprocal", "rsqrt", "exp", "exp2", "expm1", "tan", "empty", "empty_like", "new_empty"),
+    # The bytes as those of another dtype.
+    "view",
 }
 
 
@@ -80,9 +75,9 @@ class MaskBounds:
                 return self.of(self.outer[node])
             is_learned = example.requires_grad or isinstance(example, torch.nn.Parameter)
             return ORDINARY if is_learned else UNKNOWN
+        if (view := view_of(node, VIEWS | CASTS)) is not None:
+            return self.of(view.args[0])
         name = operation(node)
-        if name in _SAME_NUMBERS and node.args:
-            return self._of_view(node, node.args[0])
         rule = _RULES.get(name)
         if rule is not None:
             try:
@@ -95,11 +90,6 @@ class MaskBounds:
         return (
             ORDINARY if all(inside(self.of(operand), ORDINARY) for operand in inputs) else UNKNOWN
         )
-
-    def _of_view(self, node: fx.Node, x: Any) -> Bounds:
-        """Return the bounds of x, whose numbers `node` has too unless it reads their bytes anew."""
-        is_read_anew = operation(node) == "view" and value(x).dtype != value(node).dtype
-        return UNKNOWN if is_read_anew else self.of(x)
 
 
 def rounded_to(bounds: Bounds, dtype: torch.dtype) -> Bounds:
@@ -162,6 +152,7 @@ _RULES: dict[str | None, Callable[..., Bounds]] = {
     **dict.fromkeys(("tensor", "scalar_tensor"), lambda bounds, data, **options: bounds.of(data)),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda bounds, *_, **options: (0.0, 0.0)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda bounds, *_, **options: (1.0, 1.0)),
+    "getitem": lambda bounds, x, index: bounds.of(x),
     "arange": lambda bounds, *ends, **options: ORDINARY,
     **dict.fromkeys(
         ("triu", "tril"), lambda bounds, x, diagonal=0: _union(bounds.of(x), (0.0, 0.0))

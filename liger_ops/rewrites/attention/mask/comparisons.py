@@ -14,8 +14,7 @@ from torch import Tensor, fx
 
 from ...engine.canonical import value as traced
 from ...engine.casts import represents
-from ..numbers import rounded
-from .algebra import (
+from ...engine.maps.algebra import (
     Affine,
     Number,
     Size,
@@ -28,6 +27,7 @@ from .algebra import (
     negation,
     number,
 )
+from ..numbers import rounded
 from .rules import rule, shape_of
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ is data instead: its elements are `Datum`s of the function.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,7 @@ from ...engine.canonical import arguments, is_tensor, operation
 from ...engine.canonical import value as traced
 from ...engine.casts import represents
 from ...engine.graph_state import needed_by
-from ...engine.memory import is_plain
-from ..numbers import rounded
-from .algebra import (
+from ...engine.maps.algebra import (
     Affine,
     Datum,
     Size,
@@ -37,6 +36,9 @@ from .algebra import (
     substitute,
     truth,
 )
+from ...engine.maps.index_maps import CASTS, VIEWS, IndexMap, index_map
+from ...engine.memory import is_plain
+from ..numbers import rounded
 from .region import everywhere
 from .rules import RULES
 
@@ -129,6 +131,8 @@ class IndexFunctions:
         example = traced(node)
         if not isinstance(example, Tensor) or example.layout is not torch.strided:
             raise Unknown(f"{node.name} is not a dense tensor")
+        if (view := index_map(node, VIEWS | CASTS)) is not None:
+            return normalised(self._of_view(view), example)
         rule = RULES.get(operation(node))
         if rule is None:
             raise Unknown(f"it depends on {node.name}, which is not computed from indices alone")
@@ -137,6 +141,15 @@ class IndexFunctions:
         except TypeError:
             raise Unknown(f"{node.name} has arguments that its rule does not take") from None
         return normalised(value, example)
+
+    def _of_view(self, view: IndexMap) -> Value:
+        if any(place.terms or len(place.slopes) > 1 for place in view.places.values()):
+            raise Unknown(f"{view.nodes[0].name} repeats, merges or splits dimensions")
+        # `nodes_read` goes through every node that has a value or none.
+        for passed in view.nodes[1:]:
+            with contextlib.suppress(Unknown):
+                self.value(passed)
+        return substitute(self.value(view.source), view.places)
 
 
 def broadcast(value: Value, shape: Sequence[Size], to: Sequence[Size]) -> Value:

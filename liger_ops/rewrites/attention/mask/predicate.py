@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from .algebra import Affine, Condition, Datum, NonNegative, Not, Size, Unknown, data_of, same
+from ...engine.maps.algebra import (
+    Affine,
+    Condition,
+    Datum,
+    NonNegative,
+    Not,
+    Size,
+    Unknown,
+    data_of,
+    same,
+)
 
 NAMES = {-4: "b", -3: "h", -2: "i", -1: "j"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .algebra import (
+from ...engine.maps.algebra import (
     Affine,
     Condition,
     Size,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .algebra import (
+from ...engine.maps.algebra import (
     Affine,
     And,
     Choice,

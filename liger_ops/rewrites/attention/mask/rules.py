@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
-from ...engine.canonical import calls
 from ...engine.canonical import value as traced
-from .algebra import (
+from ...engine.maps.algebra import (
     Affine,
-    Size,
     Unknown,
     Value,
     affine,
@@ -38,6 +36,7 @@ from .algebra import (
     substitute,
     truth,
 )
+from ...engine.maps.index_maps import shape_of, size
 from .region import everywhere
 
 if TYPE_CHECKING:
@@ -58,26 +57,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
-def shape_of(node: Any) -> Sequence[Size]:
-    example = traced(node)
-    if not isinstance(example, Tensor):
-        raise Unknown(f"{node} is not a tensor")
-    return example.shape
-
-
 def axis_of(node: fx.Node, dim: Any) -> int:
     """Return a dimension of `node`, counted from the right."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise Unknown(f"a dimension of {node.name} is not a constant")
     return dim - traced(node).dim() if dim >= 0 else dim
-
-
-def size(argument: Any) -> Size:
-    """Return an integer argument, concrete or symbolic."""
-    example = traced(argument)
-    if isinstance(example, bool) or not isinstance(example, (int, torch.SymInt)):
-        raise Unknown(f"{argument} is not an integer that is known at compile time")
-    return example
 
 
 def accept(options: Mapping[str, Any], *names: str) -> None:
@@ -117,110 +101,13 @@ def _full(functions: IndexFunctions, node: fx.Node, *args: Any, **options: Any) 
     return functions.shaped(options["fill_value"] if "fill_value" in options else args[-1], ())
 
 
-@rule("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
-def _same_elements(
-    functions: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: Any
-) -> Value:
-    """Evaluate a view that only adds or removes dimensions of size 1.
-
-    Raises:
-        Unknown: it merges or splits other dimensions, or reads the bytes as another dtype.
-    """
-    if traced(x).dtype != traced(node).dtype:
-        raise Unknown(f"{node.name} reads the bytes of one dtype as another")
-    before, after = (
-        [axis for axis in range(-len(shape), 0) if not always_true(shape[axis] == 1)]
-        for shape in (shape_of(x), shape_of(node))
-    )
-    if len(before) != len(after) or not all(
-        always_true(shape_of(x)[old] == shape_of(node)[new])
-        for old, new in zip(before, after, strict=True)
-    ):
-        raise Unknown(f"{node.name} merges or splits dimensions")
-    return substitute(
-        functions.value(x), {old: index(new) for old, new in zip(before, after, strict=True)}
-    )
-
-
-@rule("expand", "expand_as", "broadcast_to", "repeat", "tile")
-def _expanded(functions: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: Any) -> Value:
-    return functions.shaped(x, shape_of(node))
-
-
-@rule("transpose", "swapaxes", "swapdims", "t", "T", "mT", "mH", "H", "adjoint")
-def _transpose(
-    functions: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: Any
-) -> Value:
-    if traced(x).dim() < 2:
-        return functions.value(x)
-    call = calls(node, "transpose")
-    if call is None:
-        raise Unknown(f"{node.name} is not a transposition of two dimensions")
-    first, second = call.args[1]
-    return substitute(functions.value(x), {first: index(second), second: index(first)})
-
-
-@rule("permute")
-def _permute(functions: IndexFunctions, node: fx.Node, x: Any, *dims: Any) -> Value:
-    dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return substitute(
-        functions.value(x),
-        {axis_of(node, dim): index(position - len(dims)) for position, dim in enumerate(dims)},
-    )
-
-
-@rule("contiguous", "clone", "detach", "to", "type", "type_as", "bool", "int", "long", "float")
-@rule("half", "double", "bfloat16", "cuda", "cpu")
-def _cast(functions: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwargs: Any) -> Value:
-    """Evaluate a cast: `evaluate.normalised` raises Unknown for numbers that its dtype lacks."""
-    return functions.value(x)
-
-
 @rule("getitem")
-def _getitem(functions: IndexFunctions, node: fx.Node, x: Any, items: Any) -> Value:
-    items = tuple(items) if isinstance(items, (tuple, list)) else (items,)
-    if any(isinstance(traced(item), Tensor) for item in items):
-        return _gather(functions, node, x, items)
-    sizes = shape_of(x)
-    consumed = sum(item is not None and item is not Ellipsis for item in items)
-    rest = (slice(None),) * (len(sizes) - consumed)
-    if Ellipsis in items:
-        # From here on every dimension of x has its item.
-        position = items.index(Ellipsis)
-        items = (*items[:position], *rest, *items[position + 1 :])
-    else:
-        items = (*items, *rest)
-    indices: dict[int, Affine] = {}
-    axis, out = -len(sizes), -len(shape_of(node))
-    for item in items:
-        if item is None:
-            out += 1
-        elif isinstance(item, slice):
-            start = 0 if item.start is None else from_left(item.start, sizes[axis])
-            step = 1 if item.step is None else size(item.step)
-            indices[axis] = affine(start) + index(out).times(step)
-            axis, out = axis + 1, out + 1
-        else:
-            indices[axis] = affine(from_left(item, sizes[axis]))
-            axis += 1
-    return substitute(functions.value(x), indices)
-
-
-def from_left(position: Any, length: Size) -> Size:
-    """Return a position in a dimension, counted from the left also where it is negative."""
-    position = size(position)
-    if always_true(position < 0):
-        position = position + length
-    if not always_true(position >= 0):
-        raise Unknown(f"the position {position} in a dimension of {length} may be negative")
-    return position
-
-
-def _gather(functions: IndexFunctions, node: fx.Node, x: Any, items: tuple[Any, ...]) -> Value:
+def _gather(functions: IndexFunctions, node: fx.Node, x: Any, items: Any) -> Value:
     """Evaluate x[i, j, ...], with index tensors for the first dimensions, proved to be in range."""
+    items = items if isinstance(items, tuple) else (items,)
     sizes, shape = shape_of(x), shape_of(node)
     if any(not isinstance(traced(item), Tensor) for item in items):
-        raise Unknown(f"{node.name} is indexed by both tensors and slices")
+        raise Unknown(f"{node.name} is indexed by other than tensors or slices alone")
     rest = len(sizes) - len(items)
     indices = {axis: index(axis) for axis in range(-rest, 0)}
     for axis, item in enumerate(items, start=-len(sizes)):

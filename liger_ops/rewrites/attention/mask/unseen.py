@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .algebra import Condition, Datum, affine, always_true, at_least, index
+from ...engine.maps.algebra import Condition, Datum, affine, always_true, at_least, index
 from .blocks import AXES
 
 # Scores are far below its rounding error, in float64 too: score + LARGE is LARGE.

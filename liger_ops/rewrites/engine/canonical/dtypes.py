@@ -1,4 +1,4 @@
-"""Casts."""
+"""Casts, and copies on another device or in another layout of memory ("copy")."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def _cast(input: Any, dtype: Any) -> Call | None:
 
 @spelled(torch.Tensor.to, "to")
 def _to(input: Any, *args: Any, **kwargs: Any) -> Call | None:
-    if kwargs.pop("memory_format", None) is not None:
-        return None
+    memory_format = kwargs.pop("memory_format", None)
     kwargs.pop("non_blocking", None)
     kwargs.pop("copy", None)
     dtype, device = kwargs.pop("dtype", None), kwargs.pop("device", None)
@@ -39,8 +38,12 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Call | None:
     tensor = value(input)
     if device is not None:
         device = torch.device(value(device))
-        if not isinstance(tensor, Tensor) or not _same_device(tensor.device, device):
+        if not isinstance(tensor, Tensor):
             return None
+        if not _same_device(tensor.device, device):
+            return _copy(input)
+    if memory_format is not None:
+        return _copy(input)
     return Call(IDENTITY, (input,)) if dtype is None else _cast(input, dtype)
 
 
@@ -52,14 +55,20 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 @spelled("type_as")
 def _type_as(input: Any, other: Any) -> Call | None:
     tensor, like = value(input), value(other)
-    if not isinstance(tensor, Tensor) or tensor.device != like.device:
+    if not isinstance(tensor, Tensor):
         return None
-    return _cast(input, like.dtype)
+    return _cast(input, like.dtype) if tensor.device == like.device else _copy(input)
 
 
 @spelled("type")
 def _type(input: Any, dtype: Any) -> Call | None:
-    return _cast(input, dtype)
+    # The name of a type, "torch.LongTensor", may be that of another device.
+    return _cast(input, dtype) or _copy(input)
+
+
+@spelled("cuda", "cpu")
+def _copy(input: Any, *args: Any, **kwargs: Any) -> Call:
+    return Call("copy", (input,))
 
 
 for _name, _dtype in (
@@ -67,5 +76,11 @@ for _name, _dtype in (
     ("double", torch.float64),
     ("half", torch.float16),
     ("bfloat16", torch.bfloat16),
+    ("long", torch.int64),
+    ("int", torch.int32),
+    ("short", torch.int16),
+    ("char", torch.int8),
+    ("byte", torch.uint8),
+    ("bool", torch.bool),
 ):
     METHODS[_name] = lambda input, dtype=_dtype: _cast(input, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, fx
 from .call import (
     IDENTITY,
     Call,
-    as_tuple,
     calls,
     declared,
     dimension,
@@ -36,20 +36,49 @@ declared(
 declared("unbind", "input dim=0", torch.unbind, "unbind")
 declared("chunk", "input chunks dim=0", torch.chunk, "chunk")
 declared("split", "input split_size dim=0", torch.split, "split")
-declared("flatten", "input start_dim=0 end_dim=-1", torch.flatten, "flatten")
-spelled("repeat")(
-    lambda input, *sizes: Call("repeat", (input, as_tuple(sizes[0]) if len(sizes) == 1 else sizes))
-)
+declared("detach", "input", torch.detach, "detach")
+
+
+def _listed(items: tuple[Any, ...], named: dict[str, Any], *names: str) -> Any:
+    """Return sizes or dimensions that are arguments one by one, or one sequence, also by name.
+
+    Raises TypeError for another named argument.
+    """
+    if named:
+        name, *others = named
+        if others or name not in names:
+            raise TypeError(f"unknown arguments {sorted(named)}")
+        items = named[name]
+    if len(items) == 1 and isinstance(value(items[0]), (tuple, list)):
+        items = items[0]
+    return tuple(items) if isinstance(items, list) else items
+
+
+@spelled(torch.tile, "tile", "repeat")
+def _repeat(input: Any, *counts: Any, **named: Any) -> Call:
+    # Where `repeat` accepts fewer counts than dimensions, none, `tile` counts from the last.
+    return Call("repeat", (input, _listed(counts, named, "repeats", "dims")))
 
 
 @spelled(torch.reshape, "reshape", "view")
-def _view(input: Any, *shape: Any, **named: Any) -> Call | None:
-    shape = named.pop("shape", named.pop("size", shape))
-    if named or (len(shape) == 1 and isinstance(value(shape[0]), torch.dtype)):
+def _view(input: Any, *sizes: Any, **named: Any) -> Call | None:
+    shape = _listed(sizes, named, "shape", "size")
+    # x.view(dtype) reads the bytes anew.
+    if shape == sizes and len(shape) == 1 and isinstance(value(shape[0]), torch.dtype):
         return None
-    if len(shape) == 1 and isinstance(value(shape[0]), (tuple, list)):
-        return Call("view", (input, as_tuple(shape[0])))
-    return Call("view", (input, tuple(shape)))
+    return Call("view", (input, shape))
+
+
+@spelled(torch.flatten, "flatten")
+def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Call | None:
+    tensor = value(input)
+    if not isinstance(tensor, Tensor):
+        return None
+    shape = tuple(tensor.shape) or (1,)
+    first, last = start_dim % len(shape), end_dim % len(shape)
+    return Call(
+        "view", (input, (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]))
+    )
 
 
 @spelled(torch.unflatten, "unflatten")
@@ -89,16 +118,16 @@ def _real(input: Any) -> Call | None:
 
 @spelled(torch.permute, "permute")
 def _permute(input: Any, *dims: Any, **named: Any) -> Call | None:
-    dims = named.pop("dims", dims)
-    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
-        dims = tuple(dims[0])
-    if named or not all(isinstance(dim, int) for dim in dims):
+    dims = _listed(dims, named, "dims")
+    if not all(isinstance(dim, int) for dim in dims):
         return None
-    from_end = [dim - len(dims) if dim >= 0 else dim for dim in dims]
+    from_end = tuple(dim - len(dims) if dim >= 0 else dim for dim in dims)
     moved = [new for new, old in enumerate(from_end, start=-len(dims)) if new != old]
     if not moved:
         return Call(IDENTITY, (input,))
-    return Call("transpose", (input, tuple(moved))) if len(moved) == 2 else None
+    if len(moved) == 2:
+        return Call("transpose", (input, tuple(moved)))
+    return Call("permute", (input, from_end))
 
 
 @spelled(torch.unsqueeze, "unsqueeze")
@@ -111,14 +140,24 @@ def _unsqueeze(input: Any, dim: Any) -> Call:
 
 @spelled(torch.squeeze, "squeeze")
 def _squeeze(input: Any, dim: Any = None) -> Call | None:
-    return Call("squeeze", (input, dimension(input, dim))) if isinstance(dim, int) else None
+    if isinstance(dim, int):
+        return Call("squeeze", (input, dimension(input, dim)))
+    if not is_tensor(input):
+        return None
+    shape = value(input).shape
+    among = range(-len(shape), 0) if dim is None else dimensions(input, dim)
+    kept = [axis for axis in range(-len(shape), 0) if axis not in among or not same(shape[axis], 1)]
+    return Call("view", (input, tuple(shape[axis] for axis in kept)))
 
 
-@spelled("expand")
-def _expand(input: Any, *sizes: Any) -> Call:
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
-    return Call("expand", (input, tuple(sizes)))
+@spelled(torch.broadcast_to, "expand", "broadcast_to")
+def _expand(input: Any, *sizes: Any, **named: Any) -> Call:
+    return Call("expand", (input, _listed(sizes, named, "size")))
+
+
+@spelled("expand_as")
+def _expand_as(input: Any, other: Any) -> Call:
+    return Call("expand", (input, tuple(value(other).shape)))
 
 
 @spelled(torch.cat, torch.concat, torch.concatenate)
@@ -154,7 +193,9 @@ def _stack(tensors: Any, dim: Any = 0) -> Call:
 def _narrow(input: Any, dim: Any, start: Any, length: Any) -> Call | None:
     if isinstance(value(start), Tensor):
         return None
-    return Call("slice", (input, dimension(input, dim), start, start + length, 1))
+    dim = dimension(input, dim)
+    start = _from_start(start, value(input).shape[dim])
+    return Call("slice", (input, dim, start, start + length, 1))
 
 
 @spelled(operator.getitem)
@@ -163,10 +204,11 @@ def _getitem(input: Any, index: Any) -> Call | None:
     if not isinstance(tensor, Tensor):
         return _piece(input, index) or Call("item", (input, index))
     indices = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(value(i), (Tensor, list, tuple, bool)) for i in indices):
+    numbers = [value(i) for i in indices if not isinstance(i, slice)]
+    if any(isinstance(i, (Tensor, list, tuple, bool)) for i in numbers):
         return None
     # Replace the ellipsis, written or implied at the end, by a full slice for each dimension.
-    taken = sum(i is not None and i is not Ellipsis for i in indices)
+    taken = len(indices) - indices.count(None) - indices.count(Ellipsis)
     position = indices.index(Ellipsis) if Ellipsis in indices else len(indices)
     indices[position : position + 1] = [slice(None)] * (tensor.dim() - taken)
     if all(isinstance(i, slice) for i in indices):

@@ -101,7 +101,7 @@ class Elements:
         match call.op, call.args[1:]:
             case (("cast" | "contiguous" | "identity"), _) if _kind(value(node)) == _kind(source):
                 return inner, lambda x: x
-            case (("view" | "flatten"), _):
+            case "view", _:
                 rows = value(node).dim() - inner
                 if same(tuple(value(node).shape[:rows]), tuple(source.shape[:rows])):
                     return source.dim() - rows, lambda x: x.reshape(len(x), *sizes)

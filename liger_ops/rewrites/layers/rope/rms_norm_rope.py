@@ -161,7 +161,7 @@ def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
             views.append((torch.transpose, *call.args[1]))
         elif call.op in ("unsqueeze", "squeeze") and call.args[1] != -1:
             views.append((getattr(torch, call.op), call.args[1]))
-        elif call.op in ("view", "flatten"):
+        elif call.op == "view":
             changed = f"viewed as {tuple(value(node).shape)}"
         elif call.op == "cast":
             changed = f"cast to {value(node).dtype}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
+from ...engine.canonical import calls, canonical, is_tensor, same, value
 from ...engine.graph_state import needed_by
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
@@ -156,7 +156,7 @@ def _later_views(x: fx.Node, at: fx.Node, before: int, search: Search) -> set[fx
     later = {n for n in needed_by(x, end=lambda n: order[n] < before) if order[n] >= before}
     for node in filter(is_tensor, later):
         call = canonical(node)
-        if call is None or call.op not in {*CHEAP, IDENTITY}:
+        if call is None or call.op not in CHEAP:
             raise Refused(
                 f"{at.name} uses the first before {node.name}, of the second, is computed"
             )

@@ -69,7 +69,7 @@ class Reader:
     which may be computed from these tables.
     """
 
-    OPS = ("add", "sub", "cat", "flatten", "view")
+    OPS = ("add", "sub", "cat", "view")
 
     def __init__(self, op: str) -> None:
         self.op: str | None = op

@@ -13,15 +13,12 @@ from torch import Tensor, fx
 
 from ...engine.canonical import IDENTITY, canonical, is_tensor, same, value
 from ...engine.graph_state import needed_by
+from ...engine.maps.index_maps import VIEWS
 from ...engine.pattern import skip
 from ...engine.rewrite import Refused, View, derive
 
 # Operations whose results are equal if their arguments are.
-_REPEATABLE = {
-    "cast", "chunk", "contiguous", "cos", "expand", "getitem", "item", "neg", "repeat_interleave",
-    "sin", "slice", "split", "squeeze", "stack", "transpose", "unbind", "unsqueeze", "view",
-    IDENTITY,
-}  # fmt: skip
+_REPEATABLE = VIEWS | {"cast", "chunk", "cos", "item", "neg", "sin", "split", "stack", "unbind"}
 
 
 class Table(NamedTuple):

@@ -9,6 +9,7 @@ the graph is compiled for, and adds no guard.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,13 +117,14 @@ def affine(
     terms: Mapping[Term, int] | None = None,
 ) -> Affine:
     """Return an `Affine` without coefficients that are 0."""
-    return Affine(constant, _nonzero(slopes or {}), _nonzero(terms or {}))
+    return Affine(constant, _nonzero(slopes) if slopes else {}, _nonzero(terms) if terms else {})
 
 
 def _nonzero(factors: Mapping[Key, int]) -> dict[Key, int]:
     return {key: factor for key, factor in factors.items() if factor}
 
 
+@functools.cache
 def index(axis: int) -> Affine:
     """Return the index along `axis` as a number."""
     return affine(0, {axis: 1})
@@ -166,7 +168,7 @@ def is_condition(value: Value) -> TypeIs[Condition]:
 
 def always_true(statement: bool | torch.SymBool) -> bool:
     """Return whether `statement` holds for every value of its symbolic sizes, without a guard."""
-    return bool(statically_known_true(statement))
+    return statement if isinstance(statement, bool) else bool(statically_known_true(statement))
 
 
 def negation(condition: Condition) -> Condition:
@@ -278,6 +280,8 @@ def substitute(value: Value, indices: Mapping[int, Affine]) -> Any:
     For x.transpose(-1, -2) they are {-1: index(-2), -2: index(-1)}; substituted one after the other
     they would give x's diagonal.
     """
+    if isinstance(value, Affine) and value.is_constant:
+        return value
     # Conditions share subexpressions, as in `exclusive_or`: each is visited once, by identity.
     visited: dict[int, Any] = {}
 

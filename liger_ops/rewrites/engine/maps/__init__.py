@@ -1,0 +1,1 @@
+"""Functions of indices (`algebra`), and the maps that views are (`index_maps`)."""
