@@ -20,9 +20,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ...rewrites.engine.canonical import calls, value
+from ...rewrites.engine.insertion import derive
 from ...rewrites.engine.recognise import bound, op_of
 from ...rewrites.engine.report import Report
-from ...rewrites.engine.rewrite import before_widening, derive
+from ...rewrites.engine.rewrite import before_widening
 from ...rewrites.layers import activations
 from .. import classes
 from ..lora import below_gated

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..engine.canonical import Call, calls, canonical, is_tensor, value
-from ..engine.rewrite import View, viewed
+from ..engine.insertion import View, viewed
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from ..engine.canonical import value
-from ..engine.emitter import Emitter
+from ..engine.insertion import Emitter, Refused
 from ..engine.maps.algebra import Condition, Size, always_true, axes_of, disjunction
-from ..engine.rewrite import Refused
 from .mask.blocks import AXES, BATCH, HEADS, Visible, block_lists, unseen_queries
 from .mask.predicate import inlined, predicate, read_tensors
 from .mask.scopes import Scope

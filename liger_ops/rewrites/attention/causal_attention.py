@@ -19,8 +19,8 @@ from typing import Any
 from torch import fx
 
 from ..engine.graph_state import erase_unused
+from ..engine.insertion import Refused
 from ..engine.report import Report
-from ..engine.rewrite import Refused
 from .attention import (
     mask_of,
     masked_calls,

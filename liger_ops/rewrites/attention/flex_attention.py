@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..engine.canonical import value
-from ..engine.emitter import Emitter
+from ..engine.insertion import Emitter
 from ..engine.replay import fake_mode_of
 from .block_masks import BlockMaskNodes
 from .mask.blocks import BLOCK, Call

@@ -18,10 +18,11 @@ from torch import Tensor, fx
 
 from ..engine.canonical import same, value
 from ..engine.graph_state import GraphState, erase_unused
+from ..engine.insertion import Refused, View, viewed
 from ..engine.maps import algebra
 from ..engine.maps.index_maps import IndexMap, index_maps
 from ..engine.report import Report
-from ..engine.rewrite import Refused, View, reported, viewed
+from ..engine.rewrite import reported
 from .attention import attentions, obstacle, set_arguments
 from .attention_products import permuted
 

@@ -36,11 +36,11 @@ import torch
 from torch import fx
 
 from ..engine.canonical import canonical, same, value
-from ..engine.emitter import Emitter
 from ..engine.graph_state import GraphState, erase_unused
+from ..engine.insertion import Emitter, Refused, viewed
 from ..engine.maps.algebra import Condition, data_of, is_condition, leaves, number
 from ..engine.report import Report
-from ..engine.rewrite import Refused, replace, viewed
+from ..engine.rewrite import replace
 from . import flash_attention, flex_attention
 from .attention import Candidate, mask_of, masked_calls, obstacle, replace_candidates
 from .attention_products import Operand

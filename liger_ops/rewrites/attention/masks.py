@@ -10,6 +10,7 @@ from torch import fx
 
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused
 from ..engine.maps.algebra import (
     Condition,
     Unknown,
@@ -19,7 +20,6 @@ from ..engine.maps.algebra import (
     negation,
     truth,
 )
-from ..engine.rewrite import Refused
 from .attention_products import Operand
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys

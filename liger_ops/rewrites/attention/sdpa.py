@@ -24,11 +24,12 @@ from torch import fx
 from ..engine.canonical import calls, same, value
 from ..engine.casts import represents
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused, View, derive, insert, viewed
 from ..engine.layout import noticed
 from ..engine.maps.algebra import always_true
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
-from ..engine.rewrite import Refused, View, attempt, derive, insert, replace, viewed
+from ..engine.rewrite import attempt, replace
 from .attention import replace_candidates
 from .attention_products import Operand
 from .mask.bounds import ORDINARY, MaskBounds, inside

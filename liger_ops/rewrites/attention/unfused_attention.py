@@ -21,8 +21,9 @@ from ..engine.canonical import IDENTITY, canonical, is_tensor, same, value
 from ..engine.casts import represents
 from ..engine.effects import writes
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused, View
 from ..engine.report import Report
-from ..engine.rewrite import Refused, View, foreign
+from ..engine.rewrite import foreign
 from .attention_products import Operand, product_of_weights
 from .mask.scopes import Scope
 from .masks import Mask

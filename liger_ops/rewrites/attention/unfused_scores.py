@@ -13,9 +13,9 @@ from torch import fx
 from ...accepted import is_scale
 from ..engine.canonical import Call, canonical, is_tensor, operation, same, value
 from ..engine.canonical.call import FUNCTIONS, METHODS
+from ..engine.insertion import Refused
 from ..engine.maps import algebra
 from ..engine.maps.index_maps import COPIES, VIEWS, index_maps
-from ..engine.rewrite import Refused
 from .attention_products import Scores, product_of_scores
 from .numbers import constant
 

@@ -13,26 +13,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, Known, calls, canonical, is_tensor, same, unchanged, value
 from .casts import dtype_of, has_arithmetic, represents
 from .graph_state import GraphState, erase_unused, needed_by
+from .insertion import Refused, derive, insert, run
 from .layout import noticed
 from .memory import is_plain
 from .outside_autocast import mark, modes_of
 from .pattern import CHEAP, Match, Matcher, Pattern, last_operation
-from .replay import fake_mode_of
 from .report import Report
-
-# Keys of a node's meta that say which of the user's code it is from; copied to new nodes.
-ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 # Function that returns the op that replaces a match, and the op's arguments, or raises Refused.
 Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
@@ -46,15 +41,6 @@ class InDtypesOfInputs:
 
     def __call__(self, match: Match) -> tuple[Any, tuple[Any, ...]]:
         return self.replacement(match)
-
-
-NO_KWARGS: Mapping[str, Any] = {}
-# A function of torch, and its arguments after the tensor.
-View = tuple[Any, ...]
-
-
-class Refused(Exception):
-    """A match cannot be replaced. The text is the reason, one clause."""
 
 
 def replace_all(
@@ -372,55 +358,6 @@ def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     rows = derive(root, torch.transpose, x, *swapped)
     op = emit(root, target, (rows, *args[1:]))
     return derive(root, torch.transpose, op, *swapped)
-
-
-def run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
-    """Run `target` on the example values of `args`; `kwargs` are constants."""
-    values = pytree.tree_map(value, args)
-    try:
-        with fake_mode_of(pytree.tree_leaves(values)):
-            return target(*values, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise Refused(str(error)) from None
-
-
-def insert(
-    before: fx.Node, target: Any, args: tuple[Any, ...], result: Any,
-    kwargs: Mapping[str, Any] = NO_KWARGS,
-) -> fx.Node:  # fmt: skip
-    """Insert a call with the example value `result` before a node, with that node's origin."""
-    graph = before.graph
-    with graph.inserting_before(before):
-        new = graph.call_function(target, args, dict(kwargs))
-    new.meta.update({key: before.meta[key] for key in ORIGIN if key in before.meta})
-    new.meta["example_value"] = result
-    return new
-
-
-def derive(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call before a node, and compute its example value; `kwargs` are constants."""
-    return insert(before, target, args, run(target, args, kwargs), kwargs)
-
-
-def viewed(at: fx.Node, x: fx.Node, views: Iterable[View]) -> fx.Node:
-    """Insert views of x before `at`, one upon the other, and return the last."""
-    for function, *arguments in views:
-        x = derive(at, function, x, *arguments)
-    return x
-
-
-def items(of: fx.Node, count: int) -> list[fx.Node]:
-    """Insert nodes for the first `count` results of `of`, which returns several."""
-    results: list[fx.Node] = []
-    after = of
-    for i, result in enumerate(of.meta["example_value"][:count]):
-        with of.graph.inserting_after(after):
-            item = of.graph.call_function(operator.getitem, (of, i))
-        item.meta.update({key: of.meta[key] for key in ORIGIN if key in of.meta})
-        item.meta["example_value"] = result
-        results.append(item)
-        after = item
-    return results
 
 
 def number(argument: Any) -> Any:

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..engine.canonical import same, value
+from ..engine.insertion import Refused
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Refused, before_widening, number, replace_all, require_same_shape
+from ..engine.rewrite import before_widening, number, replace_all, require_same_shape
 
 
 def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:

@@ -20,9 +20,10 @@ from torch import Tensor, fx
 
 from ..engine.canonical import calls, same, value
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused, derive
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Refused, Search, derive, emit, put_all
+from ..engine.rewrite import Search, emit, put_all
 
 
 def experts_of(activation: Callable[[Tensor], Tensor]) -> Pattern:

@@ -12,9 +12,10 @@ from torch import fx
 
 from ..engine.canonical import calls, is_tensor, same, value
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused, insert, items, run
 from ..engine.outside_autocast import mark, modes_of
 from ..engine.report import Report
-from ..engine.rewrite import Refused, foreign, insert, items, replace, reported, run
+from ..engine.rewrite import foreign, replace, reported
 
 OP = "fused_add_rms_norm"
 

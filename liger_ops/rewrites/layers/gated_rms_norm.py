@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine.canonical import is_tensor, same, value
+from ..engine.insertion import Refused
 from ..engine.pattern import Match, Pattern
-from ..engine.rewrite import Refused, before_widening, number
+from ..engine.rewrite import before_widening, number
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "sigmoid": torch.sigmoid}

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine.canonical import is_tensor, value
+from ..engine.insertion import Refused
 from ..engine.pattern import Match, Pattern
-from ..engine.rewrite import InDtypesOfInputs, Refused, Replacement, number
+from ..engine.rewrite import InDtypesOfInputs, Replacement, number
 
 
 def widened(

@@ -19,19 +19,10 @@ from torch import Tensor, fx
 
 from ..engine.canonical import calls, same, value
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused, derive, items
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import (
-    Refused,
-    before_widening,
-    derive,
-    emit,
-    items,
-    number,
-    obstacle,
-    replace,
-    reported,
-)
+from ..engine.rewrite import before_widening, emit, number, obstacle, replace, reported
 
 OP = "mhc_coeffs"
 

@@ -14,9 +14,10 @@ from torch import Tensor, fx
 
 from ..engine.canonical import calls, is_tensor, value
 from ..engine.graph_state import GraphState
+from ..engine.insertion import derive
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import Search, derive, emit, match_obstacle, put_all
+from ..engine.rewrite import Search, emit, match_obstacle, put_all
 
 
 def weighted_sum(x: Tensor, h_pre: Tensor) -> Tensor:

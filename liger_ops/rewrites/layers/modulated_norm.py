@@ -17,19 +17,11 @@ from torch import Tensor, fx
 
 from ..engine.canonical import same, value
 from ..engine.graph_state import erase_unused
+from ..engine.insertion import Refused, derive
 from ..engine.outside_autocast import mark, modes_of
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
-from ..engine.rewrite import (
-    Refused,
-    Replacement,
-    Search,
-    attempt,
-    check_results,
-    derive,
-    emit,
-    used_elsewhere,
-)
+from ..engine.rewrite import Replacement, Search, attempt, check_results, emit, used_elsewhere
 
 NORMS = (torch.ops.liger.layer_norm.default, torch.ops.liger.rms_norm.default)
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine.canonical import is_tensor, value
+from ..engine.insertion import Refused, derive
 from ..engine.pattern import Match, Pattern
-from ..engine.rewrite import InDtypesOfInputs, Refused, derive, number
+from ..engine.rewrite import InDtypesOfInputs, number
 
 
 def _widened(x: Tensor, eps: float) -> Tensor:

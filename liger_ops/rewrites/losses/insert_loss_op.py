@@ -10,7 +10,8 @@ from torch import fx
 
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
-from ..engine.rewrite import ORIGIN, Refused, derive, emit, replace
+from ..engine.insertion import ORIGIN, Refused, derive
+from ..engine.rewrite import emit, replace
 from .insert_token_op import insert_terms
 from .loss_chain import as_rows, check_tensor_types, select_positions
 from .loss_head import check_logits_users, head_of, total_bias

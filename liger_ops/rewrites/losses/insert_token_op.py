@@ -10,7 +10,8 @@ from torch import fx
 
 from ..engine.canonical import value
 from ..engine.graph_state import GraphState
-from ..engine.rewrite import Refused, derive, emit
+from ..engine.insertion import Refused, derive
+from ..engine.rewrite import emit
 from .loss_chain import NARROW
 from .losses import NO_CLASS, JoinedTargets, Loss, TokenTerm
 

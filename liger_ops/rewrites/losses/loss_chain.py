@@ -12,9 +12,10 @@ from torch import Tensor, fx
 
 from ...accepted import is_scale
 from ..engine.canonical import Call, canonical, is_tensor, same, value
+from ..engine.insertion import Refused, derive
 from ..engine.maps.index_maps import COPIES, RESHAPES
 from ..engine.pattern import Pattern
-from ..engine.rewrite import Refused, derive, foreign, number
+from ..engine.rewrite import foreign, number
 
 NARROW = (torch.bfloat16, torch.float16)
 

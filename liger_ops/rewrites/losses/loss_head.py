@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..engine.canonical import Call, canonical, is_tensor, same, value
-from ..engine.rewrite import Refused, derive
+from ..engine.insertion import Refused, derive
 from .losses import used_by
 from .unfused_loss import OTHER, NotFusable, returned_logits
 

@@ -13,8 +13,9 @@ from torch import fx
 
 from ..engine.canonical import canonical
 from ..engine.graph_state import GraphState
+from ..engine.insertion import Refused
 from ..engine.report import HEADS, Report
-from ..engine.rewrite import Refused, attempt
+from ..engine.rewrite import attempt
 from .insert_loss_op import insert_head_op, insert_logits_op
 from .loss_chain import same_logits
 from .losses import (

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..engine.canonical import same, value
 from ..engine.graph_state import GraphState, erase_unused
-from ..engine.rewrite import derive
+from ..engine.insertion import derive
 from .loss_chain import LogitsPath, select_positions
 from .loss_head import LinearHead
 

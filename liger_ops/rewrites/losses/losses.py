@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from ..engine.canonical import Call, canonical, is_tensor, value
+from ..engine.insertion import Refused
 from ..engine.maps.index_maps import CASTS, VIEWS
-from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, follow_back, softmax_path
 
 FUNCTIONS = ("cross_entropy", "nll_loss")

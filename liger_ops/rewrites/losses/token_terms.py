@@ -16,8 +16,8 @@ from torch import fx
 
 from ..engine.canonical import Call, canonical, is_tensor, same, value
 from ..engine.casts import represents
+from ..engine.insertion import Refused
 from ..engine.maps.index_maps import COPIES, RESHAPES
-from ..engine.rewrite import Refused
 from .loss_chain import LogitsPath, SoftmaxPath, follow_back, same_logits, softmax_path
 from .losses import FUNCTIONS, JoinedTargets, TokenTerm, term_of_call
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from ..engine.canonical import value
+from ..engine.insertion import Refused
 from ..engine.report import Finding, device_of, source_line
-from ..engine.rewrite import Refused
 from .losses import Loss
 
 # Below this number of classes the logits take little memory compared with the hidden states.

@@ -23,7 +23,7 @@ from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
 from liger_ops.rewrites.attention.mask.proof import visible_keys
 from liger_ops.rewrites.attention.mask.scopes import Scope
 from liger_ops.rewrites.engine.canonical import value
-from liger_ops.rewrites.engine.emitter import Emitter
+from liger_ops.rewrites.engine.insertion import Emitter
 from liger_ops.rewrites.engine.maps.algebra import Unknown, data_of
 
 BLOCK, BATCH, HEADS = 4, 2, 3

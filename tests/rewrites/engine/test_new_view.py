@@ -16,9 +16,9 @@ from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
 from liger_ops.rewrites.attention.mask.proof import departure
 from liger_ops.rewrites.attention.unfused_scores import per_head_numbers
 from liger_ops.rewrites.engine.canonical import call, value
+from liger_ops.rewrites.engine.insertion import Refused
 from liger_ops.rewrites.engine.maps.algebra import Unknown
 from liger_ops.rewrites.engine.maps.index_maps import index_map
-from liger_ops.rewrites.engine.rewrite import Refused
 from liger_ops.rewrites.layers.rope.elements import Elements
 from liger_ops.rewrites.layers.rope.tables import is_repeatable
 from liger_ops.rewrites.losses.losses import start_of_path

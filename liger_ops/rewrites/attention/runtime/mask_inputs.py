@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from ...engine.canonical import value
-from ...engine.emitter import Emitter
 from ...engine.graph_state import GraphState, erase_unused
+from ...engine.insertion import Emitter
 from ...engine.maps.algebra import Unknown
 from ..mask.predicate import inlined
 from .mask_outputs import MaskOrigin, Recipe, may_be_mask, origin_of

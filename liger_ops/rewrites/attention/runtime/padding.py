@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from ....torch_private import assert_async
 from ...engine.canonical import value
 from ...engine.graph_state import GraphState, needed_by
+from ...engine.insertion import derive
 from ...engine.maps.algebra import Condition, Unknown, comparisons, data_of
 from ...engine.memory import is_plain
 from ...engine.report import Report
-from ...engine.rewrite import derive
 from ..attention import attentions, mask_of
 from ..mask.scopes import Scope, scopes
 from ..masks import Mask, visible

@@ -15,22 +15,18 @@ from torch import fx
 
 from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from ...engine.graph_state import GraphState
+from ...engine.insertion import Refused, View, derive, items, viewed
 from ...engine.outside_autocast import is_marked, mark, modes_of
 from ...engine.pattern import Pattern, last_operation
 from ...engine.report import Report
 from ...engine.rewrite import (
-    Refused,
-    View,
-    derive,
     emit,
     foreign,
-    items,
     match_obstacle,
     replace,
     reported,
     require_unwritten_sources,
     runs_outside,
-    viewed,
 )
 from .. import layer_norm, rms_norm
 

@@ -14,9 +14,10 @@ from torch import fx
 
 from ...engine.canonical import calls, canonical, is_tensor, same, value
 from ...engine.graph_state import needed_by
+from ...engine.insertion import Refused, derive, items, viewed
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
-from ...engine.rewrite import Refused, Search, attempt, derive, emit, items, viewed
+from ...engine.rewrite import Search, attempt, emit
 from .rotation import TABLES, Reader, RopeOptions, Rotation
 from .tables import is_repeatable, placement, same_table, with_sources
 

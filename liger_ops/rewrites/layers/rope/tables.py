@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 from ...engine.canonical import IDENTITY, canonical, is_tensor, same, value
 from ...engine.graph_state import needed_by
+from ...engine.insertion import Refused, View, derive
 from ...engine.maps.index_maps import VIEWS
 from ...engine.pattern import skip
-from ...engine.rewrite import Refused, View, derive
 
 # Operations whose results are equal if their arguments are.
 _REPEATABLE = VIEWS | {"cast", "chunk", "cos", "item", "neg", "sin", "split", "stack", "unbind"}
