@@ -6,6 +6,8 @@ results would miss error bounds that device code meets.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +68,10 @@ def multiply_bfloat16() -> None:
     builder.create_dot = create_dot
 
 
+# The id of a module's globals -> the patches of `triton.language` for it.
+PATCHED: dict[int, Any] = {}
+
+
 def patch_language_once() -> None:
     """Patch `triton.language` once for the functions of a module, and leave it patched.
 
@@ -73,16 +79,23 @@ def patch_language_once() -> None:
     then again at every call of a device function, which takes longer than most of these calls.
     """
     patch_lang = interpreter._patch_lang
-    patched: set[int] = set()
     unchanged = SimpleNamespace(restore=lambda: None)
 
     def patch_for_module(fn: Any) -> Any:
-        if id(fn.__globals__) not in patched:
-            patched.add(id(fn.__globals__))
-            patch_lang(fn)
+        if id(fn.__globals__) not in PATCHED:
+            PATCHED[id(fn.__globals__)] = patch_lang(fn)
         return unchanged
 
     interpreter._patch_lang = patch_for_module
+
+
+@contextmanager
+def language_to_compile() -> Iterator[None]:
+    """Restore `triton.language`, with which Triton compiles; the next launch patches it again."""
+    while PATCHED:
+        _, scope = PATCHED.popitem()
+        scope.restore()
+    yield
 
 
 def make_types_once() -> None:
