@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime import jit
 
 import liger_ops
-from interpreter import language_to_compile
+from interpreter import restore_language
 from liger_ops import torch_private
 from liger_ops.lowering.cuda import compiled as launching
 from liger_ops.lowering.cuda.launch import launch
@@ -293,8 +293,8 @@ def compile_shifted(**options: Any) -> Any:
     kernel: Any = jit.JITFunction(shifted)
     signature = dict(zip(kernel.arg_names, kinds, strict=True))
     source = ASTSource(kernel, signature, {"w_ptr": None, "one": 1, "BLOCK": 128})
-    with language_to_compile():
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    restore_language()
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def test_the_installed_triton_compiles_what_pytorch_launches() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from sources import ROOT
+
 FOLDER = ROOT / "docs/internals"
 INDEX = (FOLDER / "README.md").read_text()
 # More are more than a maintainer holds in the head: merge two before adding another.

@@ -20,14 +20,12 @@ from pathlib import Path
 import pytest
 
 import liger_ops
+from sources import ROOT, module_of, sources
 
-ROOT = Path(__file__).parents[2]
 NOT_SOURCE = (
     *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__"),
     *("*.egg-info", "build", "dist", "runs"),
 )
-# Folder of the root to its place in the package.
-PLACES = {"liger_ops": "liger_ops", "meta": "liger_ops/meta", "lowering": "liger_ops/lowering"}
 
 ENTRY_POINT = "liger_ops.rewrites.backend:liger"
 
@@ -78,12 +76,7 @@ def python(*arguments: str | Path, cwd: Path, path: list[Path] | None = None) ->
 
 def module_names() -> set[str]:
     """The name of every module of the package, from the source tree."""
-    names = set()
-    for folder, place in PLACES.items():
-        for file in (ROOT / folder).rglob("*.py"):
-            parts = (Path(place) / file.relative_to(ROOT / folder)).with_suffix("").parts
-            names.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return names
+    return {module_of(file.relative_to(ROOT)) for file in sources("liger_ops", "meta", "lowering")}
 
 
 def unpack(wheel: Path, folder: Path) -> Path:

@@ -6,8 +6,6 @@ results would miss error bounds that device code meets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -89,13 +87,11 @@ def patch_language_once() -> None:
     interpreter._patch_lang = patch_for_module
 
 
-@contextmanager
-def language_to_compile() -> Iterator[None]:
+def restore_language() -> None:
     """Restore `triton.language`, with which Triton compiles; the next launch patches it again."""
     while PATCHED:
         _, scope = PATCHED.popitem()
         scope.restore()
-    yield
 
 
 def make_types_once() -> None:
