@@ -196,7 +196,7 @@ class Run:
         calls = self._correct(workload, self._calls(workload, self.providers))
         for mode in self._modes(workload):
             prepares = {name: partial(call.prepared, mode) for name, call in calls.items()}
-            times, failures = interleaved(self.accelerator, prepares, self.effort, self.clock)
+            times, failures = interleaved(self.accelerator, prepares, self.effort)
             for name, value in times.items():
                 self._add_speed(workload, name, mode, value)
             for name, text in failures.items():
@@ -256,7 +256,7 @@ class Run:
 
     def _host(self, call: ProviderCall, mode: str) -> Spread:
         call.results()
-        return host_microseconds(self.accelerator, call.prepared(mode), self.clock)
+        return host_microseconds(self.accelerator, call.prepared(mode))
 
     def _graph(self, call: ProviderCall) -> Spread:
         call.results()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import Clock, Effort, MeasuredDevice, Spread, infer_device, spread
+from ..device import Effort, MeasuredDevice, Spread, infer_device, spread
 from .providers import one_line
 
 KINDS = ("cuda", "npu")
@@ -106,9 +105,8 @@ RATE_EFFORT = Effort(seconds=3.0)
 
 
 def interleaved(
-    accelerator: Accelerator, prepares: Mapping[str, Prepare],
-    effort: Effort, clock: Clock = time.perf_counter,
-) -> tuple[dict[str, Spread], dict[str, str]]:  # fmt: skip
+    accelerator: Accelerator, prepares: Mapping[str, Prepare], effort: Effort
+) -> tuple[dict[str, Spread], dict[str, str]]:
     """Time calls on the device: milliseconds per call, and one line for each call that failed. The
     seconds of `effort` are for each provider.
 
@@ -130,10 +128,10 @@ def interleaved(
     for name, prepare in prepares.items():
         attempt(name, partial(_warm_up, accelerator, prepare))
     times: dict[str, list[float]] = {name: [] for name in running}
-    began, providers = clock(), len(running)
+    began, providers = accelerator.clock(), len(running)
     for turn in range(effort.rounds):
         names = list(running)
-        if not names or effort.is_spent(turn, (clock() - began) / providers):
+        if not names or effort.is_spent(turn, (accelerator.clock() - began) / providers):
             break
         first = turn % len(names)
         events = {}
@@ -162,9 +160,7 @@ def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Any, Any]:
     return start, accelerator.recorded()
 
 
-def host_microseconds(
-    accelerator: Accelerator, function: Callable[[], Any], clock: Clock = time.perf_counter
-) -> Spread:
+def host_microseconds(accelerator: Accelerator, function: Callable[[], Any]) -> Spread:
     """Measure the host's time per call, in bursts that the device can queue."""
     _warm_up(accelerator, lambda: function)
     times = []
@@ -173,10 +169,10 @@ def host_microseconds(
     try:
         for _ in range(BURSTS):
             accelerator.synchronize()
-            began = clock()
+            began = accelerator.clock()
             for _ in range(CALLS_OF_A_BURST):
                 function()
-            times.append((clock() - began) / CALLS_OF_A_BURST * 1e6)
+            times.append((accelerator.clock() - began) / CALLS_OF_A_BURST * 1e6)
     finally:
         if collecting:
             gc.enable()

@@ -42,7 +42,7 @@ def test_only_the_call_is_timed_after_a_flush_and_a_head_start() -> None:
 
         return call
 
-    times, failed = interleaved(accelerator, {"x": prepare}, Effort(rounds=4), clock)
+    times, failed = interleaved(accelerator, {"x": prepare}, Effort(rounds=4))
     assert failed == {}
     assert times["x"].p50 == pytest.approx(2.0)
     warm_up = ["prepared", "called"] * WARM_UPS + ["synchronize"]
@@ -133,7 +133,7 @@ def test_rounds_interleave_and_turn() -> None:
     clock = ManualClock()
     order: list[str] = []
     prepares = {name: (lambda name=name: lambda: order.append(name)) for name in "abc"}
-    interleaved(CpuStandIn(clock), prepares, Effort(rounds=4), clock)
+    interleaved(CpuStandIn(clock), prepares, Effort(rounds=4))
     assert "".join(order[3 * WARM_UPS :]) == "abcbcacababc"
 
 
@@ -145,10 +145,10 @@ def test_long_calls_are_timed_less_often() -> None:
         calls.append(None)
         clock.now += 1.0
 
-    interleaved(CpuStandIn(clock), {"x": lambda: call}, Effort(rounds=100, seconds=7.0), clock)
+    interleaved(CpuStandIn(clock), {"x": lambda: call}, Effort(rounds=100, seconds=7.0))
     assert len(calls) == WARM_UPS + 8
     calls.clear()
-    interleaved(CpuStandIn(clock), {"x": lambda: call}, Effort(rounds=100, seconds=0.1), clock)
+    interleaved(CpuStandIn(clock), {"x": lambda: call}, Effort(rounds=100, seconds=0.1))
     assert len(calls) == WARM_UPS + FEWEST_ROUNDS
 
 
@@ -166,7 +166,6 @@ def test_a_failing_call_is_a_line_and_stops_no_other(good_calls: int) -> None:
         CpuStandIn(clock),
         {"bad": lambda: bad, "good": lambda: lambda: done.append("good")},
         Effort(rounds=6),
-        clock,
     )
     assert failed == {"bad": "RuntimeError: no kernel"}
     assert list(times) == ["good"]
@@ -183,5 +182,5 @@ def test_host_time_is_that_of_the_calls_alone() -> None:
         clock.now += 3e-6
 
     accelerator.synchronize = lambda: setattr(clock, "now", clock.now + 1.0)  # type: ignore[method-assign]
-    assert host_microseconds(accelerator, call, clock).p50 == pytest.approx(3.0)
+    assert host_microseconds(accelerator, call).p50 == pytest.approx(3.0)
     assert len(calls) == WARM_UPS + BURSTS * CALLS_OF_A_BURST
