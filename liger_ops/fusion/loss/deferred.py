@@ -106,10 +106,6 @@ def deferral_of(value: Any) -> Deferral | None:
     return value._liger_ops_deferral if isinstance(value, DeferredLogits) else None
 
 
-def _functions(name: str, *others: Any) -> list[Any]:
-    return [one for one in (getattr(Tensor, name, None), *others) if one is not None]
-
-
 # PyTorch function -> the method of Deferral that answers it.
 ANSWERED: dict[Any, str] = {
     **{getattr(Tensor, name).__get__: name for name in ("shape", "dtype", "device", "ndim")},

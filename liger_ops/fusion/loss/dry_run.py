@@ -8,7 +8,6 @@ what `fuse` is to report, and which models to leave because every step would com
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from .deferral import Deferral
 from .deferred import DeferredLogits
 from .form import LogitsTransform
 from .head import head_of, parameter_of
+from .head_call import running_frames
 from .lora import LoraHead
 from .options import CHECKS, ForwardLossOptions
 from .output import without_deferred
@@ -130,12 +130,10 @@ class _DryHead(DeferringHead):
         self.transforms.append(logits.transform)
         self.targets.append(target)
         # A CrossEntropyLoss on the stack that is no child of the model was created in this call.
-        frame: Any = sys._getframe()
-        while frame is not None:
+        for frame in running_frames():
             caller = frame.f_locals.get("self")
             if type(caller) is nn.CrossEntropyLoss:
                 self.makes_loss |= not any(caller is module for module in self.own_modules)
-            frame = frame.f_back
         rows = target.shape if options["reduction"] == "none" else ()
         return (logits.hidden.sum() * 0).to(logits.dtype()).expand(rows)
 

@@ -16,9 +16,6 @@ from ..precision import widened
 from ..strides import in_order_of
 from .windows import BORDERS, Slot, slots, windows
 
-# kernel_size, dilation, is_causal, border and scale.
-Options = tuple[Any, Any, Any, str, float | None]
-
 
 @library.compose
 def neighborhood_attention(
