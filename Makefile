@@ -19,7 +19,7 @@ export PYTHON PYTHON_ENV
 
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu lint format clean check-environment
+.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu check-npu lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -45,6 +45,10 @@ test-versions: ## the quick tests with every torch that is supported, for an hou
 
 test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/reports/npu.md
 	PYTHON_ENV=$(PY) tests/npu/run $(ARGS)
+
+check-npu: $(READY) ## test-npu; its document must say the same of these kernels as the one that is there
+	recorded=$$(mktemp) && cp docs/reports/npu.md $$recorded && $(MAKE) test-npu && \
+		$(PY) tests/npu/compare.py $$recorded docs/reports/npu.md
 
 lint: $(READY) ## format, lint and types, checked
 	$(PY) -m ruff format --check .
