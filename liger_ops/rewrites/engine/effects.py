@@ -112,8 +112,9 @@ def _written_by(node: fx.Node) -> set[int]:
         mode = FakeTensorMode()
     # Other functions, and subclasses of Tensor, may do something else in the next graph.
     call = _call_key(node, inputs) if are_plain and _is_torch_function(node, inputs) else None
-    positions = None if call is None else _calls.get(call)
-    if positions is None:
+    if call is not None and call in _calls:
+        positions = _calls[call]
+    else:
         positions = _run(node, inputs, mode)
         if call is not None:
             _calls[call] = positions
