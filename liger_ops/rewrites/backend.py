@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,9 +113,11 @@ def liger(
 
 
 def _reset() -> None:
-    from ..torch_private import reset_cudagraph_trees
+    # Dynamo iterates over its backends meanwhile, to which the import of this module adds one.
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        from ..torch_private import reset_cudagraph_trees
 
-    reset_cudagraph_trees()
+        reset_cudagraph_trees()
 
 
 # torch.compiler.reset calls `reset` of every backend that has one.

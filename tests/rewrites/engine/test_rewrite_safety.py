@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +151,25 @@ def test_strict(monkeypatch, how):
 def test_options_of_another_type(options, text):
     with pytest.raises(Exception, match=f"TypeError: backend liger: {text}"):
         torch.compile(model, backend=liger_ops.backend, options=options)(*inputs())
+
+
+def test_dynamo_can_be_reset_after_a_refused_option() -> None:
+    """The backend's own reset adds no backend to those that Dynamo resets, as an import would."""
+    code = """
+import torch, liger_ops
+eager = {"inner_backend": lambda module, inputs: module.forward}
+without_reset = lambda *graph: liger_ops.backend(*graph, options=eager)
+torch.compile(lambda x: x * 2, backend=without_reset)(torch.ones(2))
+torch.compiler.reset()
+try:
+    wrong = {"strict": "yes"}
+    torch.compile(lambda x: x * 3, backend=liger_ops.backend, options=wrong)(torch.ones(2))
+except torch._dynamo.exc.BackendCompilerFailed:
+    torch.compiler.reset()
+    print("reset")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "reset\n", run.stderr
 
 
 def rotated_and(then: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
