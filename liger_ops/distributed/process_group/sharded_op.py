@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ...autograd import Formula
 from ...library import OPS
@@ -40,7 +39,7 @@ def sharded_op(
     return ShardedOp.apply(name, shard, asked, constant, len(known), *known, *call)
 
 
-class ShardedOp(Function):
+class ShardedOp(torch.autograd.Function):
     """Autograd function of an op on the rank's words. Its results are the same on every rank, to
     the last bit, and their incoming gradients have to be the same too.
 

@@ -14,7 +14,7 @@ from .function import of_ranks
 from .sharded_op import sharded_op
 
 
-def _divergence(name: str, call: Any) -> Tensor:
+def _top_k_divergence(name: str, call: Any) -> Tensor:
     shard, arguments = read(name, call)
     names = ("x", "teacher_ids", "teacher_log_prob", "target")
     x, ids, log_prob, target = (arguments[name] for name in names)
@@ -31,7 +31,7 @@ def _divergence(name: str, call: Any) -> Tensor:
     return divergence_of_classes(logits, rest, error, log_prob, ids, *kind, shard.V)
 
 
-@of_ranks(_divergence)
+@of_ranks(_top_k_divergence)
 def linear_top_k_divergence(
     x: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_log_prob: Tensor,
     bias: Tensor | None = None, target: Tensor | None = None,

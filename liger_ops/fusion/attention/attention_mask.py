@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rewrites.attention import flex_attention
+from ...rewrites.attention.flex_attention import obstacle
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...torch_private import has_triton
 from ..versions import read
@@ -101,7 +101,7 @@ def has_engine(device: Any = "cpu", dtype: torch.dtype | None = None, **_: Any) 
 
 @torch.compiler.assume_constant_result
 def _runs_on_gpus() -> bool:
-    return has_triton() and flex_attention.obstacle() is None
+    return has_triton() and obstacle() is None
 
 
 def _make_block_mask(

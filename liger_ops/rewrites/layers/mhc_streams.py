@@ -4,9 +4,9 @@ their mixing after it, mhc_post_res.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def rewrite_pre(graph: fx.Graph, report: Report) -> None:
     for h_pre in report.visiting("mhc_pre", list(_weights(graph))):
         match: Match | None = None
         reason: str | None = "h_pre is not used in a sum of the streams that it weights"
-        for node in _after(h_pre):
+        for node in _users_of(h_pre):
             with search.state.modes_of(node):
                 match = PRE.match(node)
             if match is not None:
@@ -63,7 +63,7 @@ def _put(match: Match, op: Any, search: Search) -> fx.Node:
                 values[name], more = _before_rounding(values[name], match, search.state)
                 nodes |= more
         new = emit(match.root, op, tuple(values[name] for name in _ARGUMENTS if name in values))
-        search.replace((replace(match, nodes=nodes), new))
+        search.replace((dataclasses.replace(match, nodes=nodes), new))
     return new
 
 
@@ -78,7 +78,7 @@ def _weights(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _after(h_pre: fx.Node) -> list[fx.Node]:
+def _users_of(h_pre: fx.Node) -> list[fx.Node]:
     """Return nodes that depend on h_pre, among them those of the weighted sum, from the last."""
     users = [h_pre]
     for node in users:

@@ -5,9 +5,10 @@ Logits that only a `size` uses would still be computed.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -81,7 +82,7 @@ def _size(
     if dim % (len(leading) + 1) == len(leading):
         return derive(at, torch.Tensor.size, head.weight, 0)
     slices_passed = tuple(node for node in path.slices if state.order[node] <= state.order[source])
-    x = select_positions(head.x, replace(path, slices=slices_passed), at)
+    x = select_positions(head.x, dataclasses.replace(path, slices=slices_passed), at)
     if same(tuple(value(x).shape[:-1]), leading):
         return derive(at, torch.Tensor.size, x, dim % (len(leading) + 1))
     # No tensor has the size: erase the slices that were inserted for the comparison.

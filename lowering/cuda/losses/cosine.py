@@ -15,7 +15,7 @@ from .cross_entropy import Online
 
 
 @triton.jit
-def _load(ptr, mask, scale, softcap):
+def _load_counted(ptr, mask, scale, softcap):
     """Load a tile of scaled and capped logits, 0 where masked off."""
     x = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     return effective(x, scale, softcap)
@@ -44,8 +44,12 @@ def _cosine_kernel(
     teacher_squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, tl.maximum(V, W), BLOCK_N, num_stages=1):
         cols = (start + tl.arange(0, BLOCK_N))[None, :]
-        x = _load(student_ptr + cols, counted_rows & (cols < V), student_scale, student_softcap)
-        y = _load(teacher_ptr + cols, counted_rows & (cols < W), teacher_scale, teacher_softcap)
+        x = _load_counted(
+            student_ptr + cols, counted_rows & (cols < V), student_scale, student_softcap
+        )
+        y = _load_counted(
+            teacher_ptr + cols, counted_rows & (cols < W), teacher_scale, teacher_softcap
+        )
         products += x * y
         student_squares += x * x
         teacher_squares += y * y

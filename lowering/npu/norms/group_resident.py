@@ -21,7 +21,7 @@ def _kept_group(ptr, C_G, S, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _group_sum(x):
+def _kept_sum(x):
     return tl.sum(tl.sum(x, axis=1)[:, None], axis=0)[None, :]
 
 
@@ -34,7 +34,7 @@ def _statistics(
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for channel in tl.range(0, C_G, BLOCK_M):
         sums += channels_of(x_tile, channel, BLOCK_M)
-    mean = _group_sum(sums) / length
+    mean = _kept_sum(sums) / length
     squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for channel in tl.range(0, C_G, BLOCK_M):
         centred = channels_of(x_tile, channel, BLOCK_M) - mean
@@ -42,7 +42,7 @@ def _statistics(
             # Elements beyond the group are -mean now, and would count in the squares.
             centred *= within(rows, C_G - channel) * within(cols, S)
         squares += centred * centred
-    return mean, tl.rsqrt(_group_sum(squares) / length + eps)
+    return mean, tl.rsqrt(_kept_sum(squares) / length + eps)
 
 
 @triton.jit(do_not_specialize=["groups"])
