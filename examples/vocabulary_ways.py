@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from liger_ops import distributed
-from liger_ops.distributed.vocab_parallel.collectives import Replicated
+from liger_ops.distributed.vocab_parallel.shard import Replicated
 from liger_ops.torch_private import functional_collectives as collectives
 
 IGNORED = -100

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from .rewrites.backend import liger as backend
     from .rewrites.enable import disable, enable
     from .rewrites.explain import explain
-    from .rewrites.graph_pass import graph_pass
+    from .rewrites.enable import graph_pass
 
 __all__ = [
     "attn_res", "backend", "clamped_swiglu", "cross_entropy", "cross_entropy_forward",
@@ -101,7 +101,7 @@ _COMPILER = {
     "explain": "rewrites.explain:explain",
     "fuse": "fusion:fuse",
     "fusion": "fusion",
-    "graph_pass": "rewrites.graph_pass:graph_pass",
+    "graph_pass": "rewrites.enable:graph_pass",
     "unfuse": "fusion:unfuse",
 }
 

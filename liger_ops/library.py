@@ -30,8 +30,8 @@ from torch import Tensor
 from . import autograd, derived
 from .accepted import Options
 from .autograd import autocast_value, under_autocast
+from .derived import arguments_of, hide_keyword_only, schema_of
 from .record import Op, refusal, refuse_nested
-from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,

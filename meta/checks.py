@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.shapes import equal
-from ..ops.strides import inverse, memory_order
+from ..ops.tensors import equal, inverse, memory_order
 
 
 def op(call: Any) -> str:

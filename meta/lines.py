@@ -11,8 +11,7 @@ from torch import Tensor
 from .. import library
 from ..axes import COMPUTED_BY_FORWARD, Line, TensorSpec, asked_by, lines, unnamed
 from . import checks
-from .arguments import Check, Names, arguments_check, options_check
-from .sizes import Shape, Sizes
+from .arguments import Check, Names, Shape, Sizes, arguments_check, options_check
 
 Function = TypeVar("Function", bound=Callable[[Any], Any])
 Allocation = Callable[[Any, torch.dtype | None], Tensor]

@@ -16,9 +16,8 @@ from .. import autograd
 
 if TYPE_CHECKING:
     from .process_group.cross_entropy import cross_entropy, linear_cross_entropy
-    from .process_group.divergence import divergence, linear_divergence
+    from .process_group.divergence import divergence, linear_divergence, linear_top_k_divergence
     from .process_group.log_prob import linear_log_prob, log_prob
-    from .process_group.top_k_divergence import linear_top_k_divergence
 
 __all__ = [
     "cross_entropy", "divergence", "linear_cross_entropy", "linear_divergence", "linear_log_prob",
@@ -31,7 +30,7 @@ _registered = False
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"{__name__}.process_group.{name.removeprefix('linear_')}"
+    module = f"{__name__}.process_group.{name.removeprefix('linear_').removeprefix('top_k_')}"
     function = getattr(importlib.import_module(module), name)
     globals()[name] = function
     return function
@@ -44,7 +43,7 @@ def register_for_dtensor() -> bool:
         return False
     _registered = True
     from .dtensor.calls import register_calls
-    from .dtensor.sharding import register_rules
+    from .dtensor.rules import register_rules
 
     register_rules()
     register_calls()

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from ..rewrites.engine.pattern import torch_linear
-from . import lora as lora_layers
 from . import loss as losses
 from .attention import attention as attentions
 from .layers.experts.experts import Experts
@@ -21,6 +20,7 @@ from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
 from .layers.rotary import Rotary
+from .lora import linear as lora_layers
 from .other_models import not_looked_for
 from .planning import FusionPlan, wholly_or_not_at_all
 from .report import Finding, FuseReport

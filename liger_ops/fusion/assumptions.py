@@ -1,4 +1,6 @@
-"""Record what `fuse` assumes about a module while its code is traced, and compare it in each call.
+"""Remember which warnings about a module were given.
+
+Record what `fuse` assumes about a module while its code is traced, and compare it in each call.
 
 A fused forward computes what the module's code computed in a trace. `Reads` records which
 attributes that code reads: of the module, of the children that a fused forward does not call, and
@@ -16,6 +18,7 @@ import functools
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -26,9 +29,22 @@ from torch import Tensor, nn
 
 from .asked import is_library_code
 from .classes import BEFORE
-from .news import first_time
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 from .sharding import keep_results, only_gather
+
+_reasons_given: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def first_time(module: nn.Module, reason: str) -> bool:
+    """Return whether this is the first call for a module and a reason, and remember it."""
+    # DataParallel creates replicas in each step, so the key of a replica is its class.
+    reasons = _reasons_given.setdefault(
+        type(module) if "_is_replica" in vars(module) else module, set()
+    )
+    is_first = reason not in reasons
+    reasons.add(reason)
+    return is_first
+
 
 # Types whose values do not change.
 CONSTANTS = (

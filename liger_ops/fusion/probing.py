@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..rewrites.engine.failure import first_line as first_line
+from ..rewrites.engine.report import first_line as first_line
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..rewrites.differences import Verification
 from ..rewrites.engine.report import Finding, Findings
-from ..rewrites.table import table
+from ..rewrites.explain import table
 
 
 @dataclass(frozen=True)

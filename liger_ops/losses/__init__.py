@@ -5,9 +5,7 @@ device. They do not communicate with other processes.
 """
 
 from .dpo import dpo_loss
-from .entropy import entropy_threshold
 from .grpo import PolicyOutput, grpo_loss
-from .importance import off_policy_mask
 from .kto import kto_kl, kto_loss
 from .modules import (
     LinearCPOLoss,
@@ -18,6 +16,7 @@ from .modules import (
     LinearSimPOLoss,
 )
 from .outputs import PreferenceOutput, UnpairedPreferenceOutput
+from .policy_terms import entropy_threshold, off_policy_mask
 from .reference_free import cpo_loss, orpo_loss, simpo_loss
 from .sequences import sequence_log_prob
 

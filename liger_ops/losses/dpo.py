@@ -1,15 +1,19 @@
-"""Direct preference optimisation (DPO), and later losses of preference pairs."""
+"""f-divergences of f-DPO: the derivative f'(u), as a function of log u.
+
+Direct preference optimisation (DPO), and later losses of preference pairs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from .checks import check_choice, check_number, check_per_sequence
-from .f_divergences import F_DIVERGENCES
 from .outputs import PreferenceOutput
 from .pair_losses import OF_DIFFERENCES, PAIR_LOSSES, SMOOTHED, SORTED, PairOptions, Pairs
 from .sequences import (
@@ -21,6 +25,36 @@ from .sequences import (
     reference_values,
     sequence_values,
 )
+
+# The largest exponent; exp overflows in float32 above 88. A pair beyond CAP has a finite loss, and
+# no gradient.
+CAP = 80.0
+
+
+def reverse_kl(log_u: Tensor, alpha: float) -> Tensor:
+    """Return f'(u) = log u + 1 without the constant, of f(u) = u log u."""
+    return log_u
+
+
+def forward_kl(log_u: Tensor, alpha: float) -> Tensor:
+    """Return f'(u) = -1 / u plus 1, which is 0 for u = 1, of f(u) = -log u."""
+    return -torch.expm1((-log_u).clamp(max=CAP))
+
+
+def js_divergence(log_u: Tensor, alpha: float) -> Tensor:
+    """Return f'(u) = log(2u / (1 + u)), of f(u) = u log u - (u + 1) log((u + 1) / 2)."""
+    return math.log(2) + logsigmoid(log_u)
+
+
+def alpha_divergence(log_u: Tensor, alpha: float) -> Tensor:
+    """Return f'(u) = (1 - u^-alpha) / alpha, whose limit for alpha = 0 is log u."""
+    return -torch.expm1((-alpha * log_u).clamp(max=CAP)) / alpha if alpha != 0 else log_u
+
+
+# Constants may be left out or added, because they cancel: only differences of f' are used.
+F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    f.__name__: f for f in (reverse_kl, forward_kl, js_divergence, alpha_divergence)
+}
 
 
 def dpo_loss(

@@ -7,12 +7,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.precision import widened
+from ..ops.tensors import widened
 from .checks import check_choice, check_number, check_per_sequence, check_values, holds
-from .entropy import entropy_threshold as threshold_of
-from .importance import column, k3, log_importance
-from .policy_terms import CLIPPED, POLICY_TERMS, PolicyOptions, Ratios, clip_flags
-from .reductions import OF_ITEMS, REDUCTIONS, Divisors
+from .policy_terms import (
+    CLIPPED,
+    OF_ITEMS,
+    POLICY_TERMS,
+    REDUCTIONS,
+    Divisors,
+    PolicyOptions,
+    Ratios,
+    clip_flags,
+    column,
+    k3,
+    log_importance,
+)
+from .policy_terms import entropy_threshold as threshold_of
 from .sequences import check_batch, kept
 
 

@@ -1,4 +1,11 @@
-"""The policy terms among which `grpo_loss` chooses: a value for each token, from ratios."""
+"""Importance ratios of policies, and estimates of their divergence.
+
+The policy terms among which `grpo_loss` chooses: a value for each token, from ratios.
+
+Reductions of the losses of tokens to that of a batch. Policy losses differ in the divisor.
+
+Thresholds of the entropy of tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +16,72 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import holds
-from .sequences import kept
+from ..ops.tensors import widened
+from .checks import check_mask, check_number, check_per_sequence, check_values, holds
+from .sequences import batch_mean, check_batch, kept, token_counts
+
+
+def k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Return the estimate r - 1 - log r of KL(pi || pi_ref), with r = pi_ref / pi: never negative.
+
+    Source: John Schulman, http://joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300.
+    """
+    log_r = ref_log_prob - log_prob
+    return torch.expm1(log_r) - log_r
+
+
+def log_importance(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Return log_ratio, (B, T), or for the level "sequence" its mean over kept tokens, (B, 1)."""
+    if level == "token":
+        return log_ratio
+    tokens = token_counts(mask, log_ratio.dtype).clamp(min=1)
+    return (log_ratio.sum(-1) / tokens)[:, None]
+
+
+def off_policy_mask(
+    log_prob: Tensor, sampling_log_prob: Tensor, advantages: Tensor, mask: Tensor, *,
+    threshold: float,
+) -> Tensor:  # fmt: skip
+    """Compute the mask that drops sequences of negative advantage that are off-policy.
+
+    These are sequences from which the policy has moved away since they were sampled:
+
+        drop where advantage < 0 and mean over the kept tokens of
+            sampling_log_prob - log_prob > threshold
+
+    `grpo_loss` takes it as policy_mask.
+
+    Args:
+        log_prob, sampling_log_prob, mask: (B, T). A token whose difference is NaN, as where the
+            sampler could not score it, counts as a difference of zero.
+        advantages: (B,), (B, 1) or (B, T).
+        threshold: delta in the paper.
+
+    Returns:
+        A bool tensor of shape (B, 1), or (B, T) for advantages of that shape.
+
+    Raises:
+        TypeError: log_prob or sampling_log_prob is not a floating-point tensor, mask or advantages
+            is not a tensor, or threshold is not a number.
+        ValueError: log_prob is not (B, T), mask or sampling_log_prob does not have its shape, or
+            advantages has none of the shapes above.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    check_batch("off_policy_mask", log_prob, mask)
+    check_values("off_policy_mask", "sampling_log_prob", sampling_log_prob, like=log_prob)
+    check_per_sequence("off_policy_mask", "advantages", advantages, log_prob)
+    check_number("off_policy_mask", "threshold", threshold)
+    mask = mask != 0
+    values = widened(log_prob.detach())
+    moved = kept(sampling_log_prob.detach().to(values.dtype) - values, mask)
+    moved = log_importance(moved.masked_fill(moved.isnan(), 0.0), mask, "sequence")
+    return (column(advantages) >= 0) | (moved <= threshold)
+
+
+def column(x: Tensor) -> Tensor:
+    """Return values of sequences, (B,), as (B, 1); other values as they are."""
+    return x[:, None] if x.dim() == 1 else x
 
 
 class Ratios(NamedTuple):
@@ -114,3 +185,95 @@ def clip_flags(
     if loss_type == "cispo":
         return None, (ratios.ratio > options.epsilon_high) & (ratios.advantages > 0)
     return None, None
+
+
+class Divisors(NamedTuple):
+    """The mask, and the caller's numbers for the whole batch."""
+
+    mask: Tensor
+    max_completion_length: int | None
+    num_items_in_batch: Tensor | float | None
+
+
+def per_sequence(losses: Tensor, divisors: Divisors) -> Tensor:
+    tokens = token_counts(divisors.mask, losses.dtype).clamp(min=1)
+    return batch_mean(losses.sum(-1) / tokens)
+
+
+def per_token(losses: Tensor, divisors: Divisors) -> Tensor:
+    return losses.sum() / divisors.mask.sum().clamp(min=1)
+
+
+def per_item(losses: Tensor, divisors: Divisors) -> Tensor:
+    items = divisors.num_items_in_batch
+    if items is None:
+        return per_token(losses, divisors)
+    if isinstance(items, Tensor):
+        items = items.detach().to(losses.device, losses.dtype, non_blocking=True)
+        return losses.sum() / items.clamp(min=1).reshape(())
+    return losses.sum() / max(items, 1)
+
+
+def per_length(losses: Tensor, divisors: Divisors) -> Tensor:
+    assert divisors.max_completion_length is not None  # grpo_loss checks it.
+    return batch_mean(losses.sum(-1)) / divisors.max_completion_length
+
+
+def summed(losses: Tensor, divisors: Divisors) -> Tensor:
+    return batch_mean(losses.sum(-1))
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, Divisors], Tensor]] = {
+    **dict.fromkeys(("grpo", "sapo"), per_sequence), "bnpo": per_token, "dr_grpo": per_length,
+    **dict.fromkeys(("dapo", "cispo", "vespo"), per_item), "luspo": summed,
+}  # fmt: skip
+OF_ITEMS = tuple(name for name, reduction in REDUCTIONS.items() if reduction is per_item)
+
+
+def entropy_threshold(entropy: Tensor, mask: Tensor, top_entropy_quantile: float) -> Tensor:
+    """Compute the entropy that a share of top_entropy_quantile of the kept tokens reaches.
+
+    It is the quantile 1 - top_entropy_quantile of the kept tokens' entropies, with linear
+    interpolation as in `torch.quantile`, and inf if no token is kept. For the threshold of a batch
+    that is spread over several processes, gather entropy and mask of all of them, outside a
+    compiled region.
+
+    Args:
+        entropy: of any shape, floating point.
+        mask: of the same shape: a token is kept where the mask is not zero.
+        top_entropy_quantile: in [0, 1]; 0 gives the largest entropy.
+
+    Returns:
+        A scalar without gradient: float64 for float64 entropy, else float32.
+
+    Raises:
+        TypeError: entropy is not a floating-point tensor, mask is not a tensor, or
+            top_entropy_quantile is not a number.
+        ValueError: mask does not have entropy's shape, or top_entropy_quantile is not in [0, 1].
+
+    Source: arXiv:2506.01939.
+    """
+    check_values("entropy_threshold", "entropy", entropy, of_any_shape=True)
+    check_mask("entropy_threshold", "mask", mask, entropy, name_of_like="entropy")
+    share = top_entropy_quantile
+    check_number("entropy_threshold", "top_entropy_quantile", share, at_least=0, at_most=1)
+    return quantile(widened(entropy.detach()), mask != 0, 1 - share)
+
+
+def quantile(values: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Return the quantile of the values where the mask is True.
+
+    No size depends on the mask, which the host would have to read for that.
+    """
+    count = mask.sum()
+    # An inf is appended, so that there is a first value even if there are no values.
+    values = torch.cat(
+        [values.masked_fill(~mask, torch.inf).flatten(), values.new_full((1,), torch.inf)]
+    )
+    ordered = values.sort().values
+    rank = share * (count - 1).clamp(min=0).to(values.dtype)
+    below = rank.floor().long()
+    # The values behind the last kept one are inf.
+    above = torch.minimum(below + 1, (count - 1).clamp(min=0))
+    low, high = ordered.index_select(0, torch.stack([below, above])).unbind()
+    return torch.where(high == low, low, low + (rank - below) * (high - low))

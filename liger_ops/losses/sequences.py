@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.precision import widened
+from ..ops.tensors import widened
 from .checks import check_mask, check_number, check_per_sequence, check_values
 
 

@@ -7,10 +7,10 @@ from numbers import Integral
 
 from torch import Tensor, nn
 
-from ..ops.dimension import along_dim
 from ..ops.softmax.log_softmax import log_softmax
 from ..ops.softmax.softmax import softmax
 from ..ops.softmax.sparsemax import sparsemax
+from ..ops.tensors import along_dim
 from .derived import OptionsModule, documented
 
 __all__ = ["LogSoftmax", "Softmax", "Sparsemax"]

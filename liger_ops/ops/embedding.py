@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import library
-from .precision import widened
+from .tensors import widened
 
 
 @library.define(

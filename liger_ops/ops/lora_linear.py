@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import library
 from ..autograd import is_differentiated
 from .activations.tiled_mlp import ACTIVATIONS
-from .eager import is_eager
 from .heads.head import cast_for_products, rows_of
+from .tensors import is_eager
 
 AXES = "x=* D, weight=N D: x, a=R D, b=N R: a, bias=N: x, up=* D: x -> y=* N, lora_x=* R: a"
 

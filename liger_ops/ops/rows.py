@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .precision import widened
+from .tensors import widened
 
 
 class RowStatistics:

@@ -16,19 +16,16 @@ from .attention import (
     masked_attention,
     sdpa,
 )
-from .engine import outside_autocast, recompute
+from .engine import casts, recompute
 from .engine.effects import subgraphs
-from .engine.failure import failed, is_strict
-from .engine.report import Report
+from .engine.report import Report, failed, is_strict
 from .engine.rewrite import replace_all
 from .layers import (
     activations,
     dense_experts,
-    fused_add_rms_norm,
     gated_rms_norm,
+    hyper_connections,
     layer_norm,
-    mhc_coeffs,
-    mhc_streams,
     modulated_norm,
     rms_norm,
 )
@@ -60,10 +57,10 @@ REWRITES: dict[str, Rewrite] = {
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which would match the norm of the streams.
-    "mhc_coeffs": mhc_coeffs.rewrite,
+    "mhc_coeffs": hyper_connections.rewrite,
     # After mhc_coeffs, whose results it looks for.
-    "mhc_pre": mhc_streams.rewrite_pre,
-    "mhc_post_res": mhc_streams.rewrite_post_res,
+    "mhc_pre": hyper_connections.rewrite_pre,
+    "mhc_post_res": hyper_connections.rewrite_post_res,
     # Before rms_norm, which would match the part after the subtraction of the mean.
     "layer_norm": _patterns("layer_norm", layer_norm.SPELLINGS, by_rows=True),
     # Before rms_norm, which would match the norm without its gate.
@@ -72,7 +69,7 @@ REWRITES: dict[str, Rewrite] = {
     # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
     "modulated_layer_norm": functools.partial(modulated_norm.rewrite, "layer_norm"),
     "modulated_rms_norm": functools.partial(modulated_norm.rewrite, "rms_norm"),
-    "fused_add_rms_norm": fused_add_rms_norm.rewrite,
+    "fused_add_rms_norm": rms_norm.add_residuals,
     "group_norm": _patterns("group_norm", layer_norm.GROUP_NORM),
     # Before the activations, which would match those of the experts.
     "moe_experts": dense_experts.rewrite,
@@ -143,6 +140,6 @@ def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> 
         if names is None or name in names:
             report.at = (name, None)
             run(graph, report)
-    outside_autocast.enter(graph)
+    casts.enter(graph)
     recompute.mark(graph)
     graph.lint()

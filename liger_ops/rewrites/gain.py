@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 from ..device import MIB, Effort, MeasuredDevice, spread
 from ..torch_private import FakeTensor
 from .default_rewrites import chosen
-from .engine.failure import first_line
-from .state import state_kept
-from .verify import as_unchanged, loss_of, modules_of
+from .engine.report import first_line
+from .verify import as_unchanged, loss_of, modules_of, state_kept
 
 EFFORT = Effort(rounds=30, seconds=3.0)
 

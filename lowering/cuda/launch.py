@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..common.sizes import cdiv, next_power_of_2
+from ..common.tensors import cdiv, next_power_of_2
 from .compiled import launch_compiled
 
 # The largest block has 1024 threads: 32 warps on NVIDIA, 16 on AMD's data-centre GPUs.

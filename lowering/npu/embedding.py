@@ -10,9 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library
-from ..common.embedding import chunk_length, gather, runs_of
-from ..common.embedding_math import sum_chunk, sum_parts
-from ..common.sizes import cdiv
+from ..common.embedding import chunk_length, gather, runs_of, sum_chunk, sum_parts
+from ..common.tensors import cdiv
 from . import tiling
 from .tiling import COSTS, Cost, Plan, launch
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from ..common.sizes import cdiv, next_power_of_2
-from ..common.tensors import contiguous
+from ..common.tensors import cdiv, contiguous, next_power_of_2
 
 # The runtime refuses a grid of 65536 programs.
 MAX_PROGRAMS = 65535

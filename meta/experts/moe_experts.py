@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.shapes import equal
-from ...ops.strides import is_transposed
+from ...ops.tensors import equal, is_transposed
 from .. import checks
 from ..lines import also, gives
 

@@ -16,7 +16,7 @@ import context_parallel_cpu
 import ranks
 from causal_models import assert_same_gradients
 from liger_ops import backend, fuse
-from liger_ops.fusion.attention import attention_mask
+from liger_ops.fusion.attention import attention_function
 from sharded_training import Graphs
 
 pytestmark = pytest.mark.device_kernels
@@ -100,7 +100,7 @@ def check(model: Any, compute: Any = None) -> None:
 
 
 def fused() -> None:
-    attention_mask.EVERYWHERE = True  # As on a GPU in half precision.
+    attention_function.EVERYWHERE = True  # As on a GPU in half precision.
     model = made()
     assert "attention(" in str(fuse(model))
     check(without_masks(model))
@@ -116,7 +116,7 @@ def rewritten() -> None:
 
 def masks_are_refused() -> None:
     """Flash attention and flex_attention of a fused model would attend to the rank's keys alone."""
-    attention_mask.EVERYWHERE = True
+    attention_function.EVERYWHERE = True
     context_parallel_cpu.register()
     mesh, packed = ranks.mesh(), batch(documents=4)
     model = made()

@@ -25,7 +25,7 @@ from triton import knobs
 import liger_ops
 from liger_ops import library, torch_private
 from liger_ops.lowering.cuda import compiled, replay
-from liger_ops.lowering.cuda.activations import gated
+from liger_ops.lowering.cuda.activations import activations
 from liger_ops.lowering.cuda.embedded import traced_launches
 from liger_ops.lowering.cuda.replay import Launch, Recorder, Recording, Replays
 from op_checks import as_tuple
@@ -325,7 +325,7 @@ def test_a_recording_keeps_the_code_of_its_kernels(checked: list[str]) -> None:
     # By PyTorch's launcher, which is given the handle of the code alone.
     assert launched and all(isinstance(step.launch, partial) for step in launched)
     compiled._COMPILED.clear()
-    getattr(gated._gated_kernel, "device_caches", {}).clear()
+    getattr(activations._gated_kernel, "device_caches", {}).clear()
     gc.collect()
     assert torch.equal(run(x, x), expected) and len(checked) == 2
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import liger_ops.lowering.npu as npu
 from liger_ops import library
-from liger_ops.lowering.common.activations.gated import ACTIVATIONS
+from liger_ops.lowering.common.activations.activations import ACTIVATIONS
 from liger_ops.lowering.npu import tiling
 from liger_ops.lowering.npu.attention import multi_token_attention
 from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, GroupShape, Plan

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import liger_ops
 from causal_models import LLAMA, batch
 from fused_families import text
-from liger_ops.rewrites.graph_pass import refuse_exported
+from liger_ops.rewrites.enable import refuse_exported
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ import liger_ops
 from backends import needs_compiler, without_caches
 from fused_families import FAMILIES, VOCABULARY, text
 from liger_ops.fusion import fuse
-from liger_ops.rewrites import graph_pass as pass_module
+from liger_ops.rewrites import enable as pass_module
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_ops.lowering.common.activations.elementwise import as_rows, parts, row_stride
+from liger_ops.lowering.common.activations.activations import as_rows, parts, row_stride
 
 
 def test_contiguous_tensors_are_one_row() -> None:

@@ -20,7 +20,7 @@ import liger_ops
 from liger_ops import library
 from liger_ops.autograd import vector_jacobian
 from liger_ops.compile_cache import package_hash
-from liger_ops.schemas import schema_of
+from liger_ops.derived import schema_of
 from op_checks import as_tuple
 from op_table import OPS
 from op_under_test import OpUnderTest

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_ops
 from backends import inputs, model, needs_compiler, without_caches
-from liger_ops.rewrites import graph_pass as pass_module
+from liger_ops.rewrites import enable as pass_module
 from liger_ops.rewrites.enable import Together
 from liger_ops.rewrites.engine.report import Report
 

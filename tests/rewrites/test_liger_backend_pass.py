@@ -11,7 +11,7 @@ from torch import fx
 import liger_ops
 from backends import inputs, model, needs_compiler, without_caches
 from liger_ops.rewrites import REWRITES
-from liger_ops.rewrites import graph_pass as pass_module
+from liger_ops.rewrites import enable as pass_module
 from rewriting import Rewriter
 
 pytestmark = pytest.mark.usefixtures("empty_caches")

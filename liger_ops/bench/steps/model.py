@@ -48,8 +48,7 @@ from torch import Tensor
 import liger_ops
 
 from ...device import MeasuredDevice
-from .models import BATCHES, TEXT, Batch, text_model
-from .unet import CHANNELS_LAST, UNETS, unet
+from .models import BATCHES, CHANNELS_LAST, TEXT, UNETS, Batch, text_model, unet
 
 SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 

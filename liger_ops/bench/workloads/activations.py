@@ -10,8 +10,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Entry, leaves, moved
-from .models import intermediate
+from .entry import Entry, intermediate, leaves, moved
 
 ALPHA, LIMIT = 1.702, 7.0
 

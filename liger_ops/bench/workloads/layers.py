@@ -10,8 +10,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Shape, moved, peer, wide
-from .models import MODELS, TOKENS
+from .entry import MODELS, TOKENS, Draw, Entry, Shape, moved, peer, wide
 
 EPS = 1e-6
 RANK, SCALE = 16, 2.0

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, as_tuple, peer, wide
-from .models import HEAD, VOCABULARY
+from .entry import HEAD, VOCABULARY, Draw, Entry, Function, Shape, as_tuple, peer, wide
 
 # The truth has at most this many logits in float64 at a time: a gigabyte.
 LOGITS_AT_ONCE = 2**27

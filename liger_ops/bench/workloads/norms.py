@@ -11,8 +11,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Shape, leaves, moved, peer, wide
-from .models import HIDDEN, TOKENS
+from .entry import HIDDEN, TOKENS, Draw, Entry, Shape, leaves, moved, peer, wide
 
 EPS = 1e-6
 GROUPS = 32

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Draw, Entry, Function, Shape, moved
-from .models import ROPE
+from .entry import ROPE, Draw, Entry, Function, Shape, moved
 from .norms import llama_norm
 
 THETA = 10000.0

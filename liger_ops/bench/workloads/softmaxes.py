@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .entry import Entry
-from .models import VOCABULARY
+from .entry import VOCABULARY, Entry
 
 
 def model_sparsemax(x: Tensor) -> Tensor:

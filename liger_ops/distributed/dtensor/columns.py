@@ -1,5 +1,8 @@
-"""Norms, softmax and packed gates whose columns are sharded: a device computes its columns, and the
-devices that share a row sum statistics of it. No activation moves between devices."""
+"""Groups of columns that the bounds between devices cut through.
+
+Norms, softmax and packed gates whose columns are sharded: a device computes its columns, and the
+devices that share a row sum statistics of it. No activation moves between devices.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -16,9 +20,50 @@ from ...ops.activations.gated import AXES as GATE_AND_UP
 from ...ops.rows import ShardedColumns
 from ...record import Op
 from ...torch_private import StridedShard
-from .column_groups import ColumnGroups
 from .parts import Placed, axes_of, placed_by, whole_results
 from .rules import base_of, shardable, tensors_of
+
+
+class ColumnGroups(NamedTuple):
+    """A device's `columns` columns, from column `first` on, in `count` groups of `size` columns.
+
+    The device computes with every group that it has a column of: the columns that it lacks are 0,
+    and add nothing to the group's sums.
+    """
+
+    size: Any
+    count: Any
+    first: Any
+    columns: Any
+
+    @property
+    def before(self) -> Any:
+        """The number of columns of the device's first group that the device lacks."""
+        return self.first % self.size
+
+    @property
+    def after(self) -> Any:
+        """The number of columns of the device's last group that the device lacks."""
+        return -(self.first + self.columns) % self.size
+
+    def pad(self, tensor: Tensor) -> Tensor:
+        """Pad the device's columns to whole groups."""
+        return F.pad(tensor, (self.before, self.after))
+
+    def unpad(self, tensor: Tensor) -> Tensor:
+        """Undo `pad`."""
+        return tensor.narrow(-1, self.before, self.columns).contiguous()
+
+    def among_all(self, statistic: Tensor) -> Tensor:
+        """Pad a statistic of the device's groups, (..., groups, 1), with 0 for all other groups."""
+        after = self.count - self.first // self.size - statistic.shape[-2]
+        return F.pad(statistic, (0, 0, self.first // self.size, after))
+
+    def local(self, statistic: Tensor) -> Tensor:
+        """Select the device's groups from a statistic of all groups."""
+        count = (self.before + self.columns + self.after) // self.size
+        return statistic.narrow(-2, self.first // self.size, count)
+
 
 # Op -> the axis of its columns.
 COLUMNS: dict[str, str] = defaultdict(lambda: "N", group_norm="C", attn_res="D")

@@ -15,7 +15,7 @@ from ...library import OPS
 from ...lowering.common.losses.distribution_loss import FORMS
 from ...ops.heads.two_heads import result_dtype, token_weights
 from ...record import Op
-from ..vocab_parallel.collectives import reduced
+from ..vocab_parallel.shard import reduced
 from .parts import axes_of, placed_by, whole_results, without_data
 from .rules import base_of, line_of, tensors_of
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...record import Op
-from ..vocab_parallel.collectives import reduced
+from ..vocab_parallel.shard import reduced
 from .rules import Tensors, shardable
 
 

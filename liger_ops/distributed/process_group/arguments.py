@@ -16,8 +16,7 @@ from ...library import OPS
 from ...ops.heads.head import HEAD, cast_as_linear, needed_gradients
 from ...ops.heads.lora import lora_input, narrowed
 from ..vocab_parallel import CLASS_WEIGHTS, SHARDED_LOSSES, ShardedLoss
-from ..vocab_parallel.collectives import Gathered, Replicated
-from ..vocab_parallel.shard import VocabShard
+from ..vocab_parallel.shard import Gathered, Replicated, VocabShard
 
 
 def _dims_of_words(name: str) -> dict[str, int]:

@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 from ...library import OPS
 from ..vocab_parallel import CLASS_WEIGHTS
 from .arguments import read
-from .function import of_ranks
-from .sharded_op import sharded_op
+from .function import of_ranks, sharded_op
 
 
 def _loss(name: str, call: Any) -> Tensor:

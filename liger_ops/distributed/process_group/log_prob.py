@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .arguments import read
-from .function import of_ranks
-from .sharded_op import sharded_op
+from .function import of_ranks, sharded_op
 
 
 def _results(name: str, call: Any) -> tuple[Any, ...]:

@@ -22,9 +22,8 @@ from ...ops.heads.head import (
 )
 from ...ops.losses.cross_entropy import reduced, upstream
 from ...record import Op
-from .collectives import gathered, start_gather, wait
 from .head import gradients_of, loss_chunk_size, split
-from .shard import VocabShard
+from .shard import VocabShard, gathered, start_gather, wait
 from .token_losses import (
     ShardTokens,
     TokenStatistics,

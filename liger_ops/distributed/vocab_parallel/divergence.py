@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...library import OPS
-from ...ops.losses.cosine import norm_of
-from ...ops.losses.divergence import limit
+from ...ops.losses.divergence import limit, norm_of
 from ...record import Op
-from .collectives import gathered, view_by_rank
-from .shard import VocabShard
+from .shard import VocabShard, gathered, view_by_rank
 from .token_losses import rank_lses
 
 DIVERGENCE = OPS["divergence_forward"]

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from ...lowering.common.products import product
-from ...ops.heads.chunks import BACKWARD_BYTES, TILE, set_bytes
 from ...ops.heads.gradients import HeadGradients, accumulation_dtype, gradient_dtypes, rounds_once
-from ...ops.heads.head import Head
-from .collectives import fence, start_sum
-from .shard import VocabShard
+from ...ops.heads.head import BACKWARD_BYTES, TILE, Head, set_bytes
+from .shard import VocabShard, fence, start_sum
 
 
 def split(head: Head | Tensor, size: int) -> list[Any]:

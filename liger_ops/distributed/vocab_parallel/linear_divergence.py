@@ -25,10 +25,9 @@ from ...ops.losses.cross_entropy import effective
 from ...ops.losses.divergence import limit
 from ...record import Op
 from . import divergence
-from .collectives import start_gather, view_by_rank, wait
 from .divergence import DivergenceResults
 from .head import chunk_size, gradients_of, split
-from .shard import IGNORED, VocabShard
+from .shard import IGNORED, VocabShard, start_gather, view_by_rank, wait
 from .token_losses import Labels, call_of_logits, combine_ranks, gradients, local_statistics
 
 LOSS, LOSS_GRADIENT = OPS["cross_entropy_forward"], OPS["cross_entropy_backward"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...record import Op
-from .collectives import gathered, view_by_rank
-from .shard import IGNORED, VocabShard
+from .shard import IGNORED, VocabShard, gathered, view_by_rank
 from .token_losses import rank_lses, target_log_prob, with_target
 
 

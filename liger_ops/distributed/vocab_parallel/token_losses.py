@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...ops.losses.cross_entropy import centred, rounded_lse, token_losses, token_weights
 from ...record import Op
-from .collectives import view_by_rank
-from .shard import IGNORED, ClassSums, VocabShard
+from .shard import IGNORED, ClassSums, VocabShard, view_by_rank
 
 # The gradients dloss, dlse and dtarget_logit of an op's results.
 Upstream = tuple[Tensor | None, Tensor | None, Tensor | None]

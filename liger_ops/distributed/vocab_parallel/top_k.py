@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...record import Op
-from .collectives import summed
-from .shard import VocabShard
+from .shard import VocabShard, summed
 from .token_losses import rank_lses
 
 

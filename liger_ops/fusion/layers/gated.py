@@ -21,12 +21,11 @@ from torch.utils import _pytree as pytree
 
 from ...rewrites.engine.canonical import calls, value
 from ...rewrites.engine.insertion import derive
-from ...rewrites.engine.recognise import bound, op_of
-from ...rewrites.engine.report import Report
+from ...rewrites.engine.report import Report, bound, op_of
 from ...rewrites.engine.rewrite import before_widening
 from ...rewrites.layers import activations
 from .. import classes
-from ..lora import below_gated
+from ..lora.linear import below_gated
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
 from .installed import ModuleFacts

@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 
 from ... import library
 from ...rewrites import rewrite
-from ...rewrites.engine.recognise import op_of, reason_for_none
-from ...rewrites.engine.report import Report
+from ...rewrites.engine.report import Report, op_of, reason_for_none
 from .. import classes
 from ..planning import FusionPlan
 from ..probing import NotAnOp, Probes, attributes_key, leaf_key

@@ -21,8 +21,7 @@ from ... import library
 from ...rewrites import rewrite
 from ...rewrites.engine.canonical import value
 from ...rewrites.engine.canonical.call import operation
-from ...rewrites.engine.recognise import bound, op_of
-from ...rewrites.engine.report import Report
+from ...rewrites.engine.report import Report, bound, op_of
 from .. import classes
 from ..probing import NotAnOp
 from ..trace import ANY_SIZES

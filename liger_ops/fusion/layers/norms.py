@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 
 from ... import library
 from ...nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
-from ...rewrites.engine.recognise import bound
-from ...rewrites.engine.report import Report
+from ...rewrites.engine.report import Report, bound
 from ...rewrites.engine.rewrite import before_widening
 from .. import classes, sharding, tensor_parallel
 from ..planning import FusionPlan

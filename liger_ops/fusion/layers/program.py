@@ -17,7 +17,7 @@ from ...rewrites.engine.canonical.call import operation
 from ...rewrites.engine.casts import dtype_of, represents
 from ...rewrites.engine.graph_state import needed_by
 from ...rewrites.engine.pattern import CHEAP
-from ...rewrites.engine.recognise import bound, definition_of, op_of
+from ...rewrites.engine.report import bound, definition_of, op_of
 from ..probing import NotAnOp
 from .module_trace import OF_CHILD, PARAMETER, Traced
 

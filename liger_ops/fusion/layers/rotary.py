@@ -20,8 +20,7 @@ from torch import Tensor, fx, nn
 from ...rewrites.engine.canonical import IDENTITY, canonical, value
 from ...rewrites.engine.graph_state import erase_unused, needed_by
 from ...rewrites.engine.insertion import derive
-from ...rewrites.engine.recognise import bound
-from ...rewrites.engine.report import Report
+from ...rewrites.engine.report import Report, bound
 from .. import classes
 from ..planning import FusionPlan
 from ..probing import NotAnOp, dtype_name, own_attributes

@@ -14,7 +14,7 @@ from ..probing import NotAnOp
 from ..report import FuseReport
 from . import (
     call,  # noqa: F401 (the kind "loss" is registered there)
-    place,
+    calls,
 )
 from .dry_run import LossFacts, dry_run
 from .head import child_of
@@ -39,7 +39,7 @@ def fuse(model: nn.Module) -> FuseReport:
         plan.fuse(name, module, OP, options, logits_bytes(head.weight))
 
     def install(module: nn.Module, facts: LossFacts) -> None:
-        place.prepare(child_of(module, facts.head))
+        calls.prepare(child_of(module, facts.head))
         classes.override(module, "loss", facts)
 
     plan = FusionPlan("loss", model, look)

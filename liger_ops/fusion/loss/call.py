@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import classes, tensor_parallel
-from ..news import first_time
-from . import head_hooks, output, place
+from ..assumptions import first_time
+from ..lora.head import LoraHead
+from . import calls, deferred
 from .calls import DeferringHead
 from .deferred import function_name
 from .dry_run import LossFacts, with_traced_loss
-from .head import head_of, modules_called
-from .lora import LoraHead
+from .head import head_of, is_over_words, keeps_words_apart, modules_called
 from .options import CHECKS, ForwardLossOptions, split_options
 
 
@@ -40,11 +40,11 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
     # Dynamo does not read the closures of hooks.
     torch.compiler.assume_constant_result(tensor_parallel.constants_of)
     if facts.output_class is not None:
-        output.prepare(facts.output_class)
+        deferred.prepare(facts.output_class)
 
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         modules = modules_called(self, facts.head)
-        if place.is_replaced(modules[0]):
+        if calls.is_replaced(modules[0]):
             # A model that contains this one is fused too, and its forward computes the loss.
             return original(self, *args, **kwargs)
         options, kwargs = split_options(base.__name__, kwargs, options_taken)
@@ -55,7 +55,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
             _check_unlabelled(base.__name__, options, skip_logits)
             return original(self, *args, **kwargs)
         head: nn.Linear | LoraHead | str | None = head_of(self, facts.head)
-        unprepared = place.prepare(modules[0])
+        unprepared = calls.prepare(modules[0])
         reason = _obstacle(facts, head, arguments, options) or unprepared
         if skip_logits and reason is not None:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
@@ -67,7 +67,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
                 return original(self, *args, **kwargs)
             # The options have to be applied to the model's own cross_entropy: keep the logits.
             head = None
-            if head_hooks.keeps_words_apart(modules[-1]):
+            if keeps_words_apart(modules[-1]):
                 raise ValueError(
                     f"{base.__name__}: {options.names} is computed where logits are skipped,"
                     " and its head returns the logits of a rank's words"
@@ -82,22 +82,22 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
         deferring = DeferringHead(head, modules, options, on_computed)
         # Dynamo has a trace of its own for CrossEntropyLoss, which takes only tensors.
         function = traced if torch.compiler.is_compiling() else original
-        before = place.REPLACED.active
-        place.REPLACED.active = (*before, (modules[0], deferring))
+        before = calls.REPLACED.active
+        calls.REPLACED.active = (*before, (modules[0], deferring))
         try:
             result = function(self, *args, **kwargs)
         finally:
-            place.REPLACED.active = before
+            calls.REPLACED.active = before
         if options.asked and not deferring.losses:
             raise ValueError(
                 f"{base.__name__}: {options.names} is computed by the cross_entropy of the"
                 " head's logits, and its forward computes its loss in another way"
             )
         if head is not None and not deferring.losses and not deferring.has_computed:
-            on_computed(output.NO_LOSS, ())
-        result = output.without_deferred(result, skips=deferring.losses > 0)
+            on_computed(deferred.NO_LOSS, ())
+        result = deferred.without_deferred(result, skips=deferring.losses > 0)
         deferring.finish()
-        return output.extend(result, deferring.extra_outputs)
+        return deferred.extend(result, deferring.extra_outputs)
 
     # Trainer and generate read the signature to see what the model takes. functools.wraps would
     # set it too, but accelerate follows __wrapped__ when it removes its own wrappers.
@@ -140,7 +140,7 @@ def _obstacle(
         return "logits_to_keep were given"
     if isinstance(head, str):
         return head
-    if options.wants_predicted and head_hooks.is_over_words(head):
+    if options.wants_predicted and is_over_words(head):
         return "the predicted tokens were asked for, and its head is sharded over words"
     if facts.makes_loss and not facts.rebinds and torch.compiler.is_compiling():
         return "torch.compile traces the CrossEntropyLoss that its forward makes for tensors alone"

@@ -1,7 +1,16 @@
-"""The replacement of a head: its calls return deferred logits, and it computes their losses."""
+"""Replace the calls of a model's head during one call of the model.
+
+The model's own forward runs, on the model itself with its own head. The class of the head gets a
+`__call__` that looks for a replacement in a list of the current thread. Nothing is written to the
+model, so that calls in other threads, and calls that raise, do not interfere. torch.compile traces
+the look-up.
+
+The replacement of a head: its calls return deferred logits, and it computes their losses.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -9,14 +18,62 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from . import head_hooks, place
-from .deferral import Deferral
+from .. import classes
+from ..lora.head import LoraHead
+from .deferral import Deferral, LogitsTransform
 from .deferred import DeferredLogits, tensor_of
-from .form import LogitsTransform
+from .head import call_between_hooks, is_over_words
 from .head_call import HeadCall, OnComputed, running_codes
-from .lora import LoraHead
 from .options import ForwardLossOptions
 from .value import HeadLoss, LogitsLoss, LossSource, ShardedHeadLoss, loss_of
+
+HEAD = "head of a loss"
+
+
+class _ReplacedHeads(threading.local):
+    """Pairs of a head and its replacement in the current thread, the outermost model's first."""
+
+    active: tuple[tuple[Any, Any], ...] = ()
+
+
+REPLACED = _ReplacedHeads()
+
+
+def is_replaced(head: Any) -> bool:
+    """Return whether the calls of a head are replaced."""
+    return any(replaced is head for replaced, _ in REPLACED.active)
+
+
+@classes.kind(HEAD, counts=False)
+def methods(base: Any, facts: None) -> dict[str, Any]:
+    original = base.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for head, replacement in REPLACED.active:
+            if head is self:
+                return replacement(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return {"__call__": called, "_liger_ops_call": original}
+
+
+def call_itself(head: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a head itself, also while its calls are replaced."""
+    if hasattr(type(head), "_liger_ops_call"):
+        return head._liger_ops_call(*args, **kwargs)
+    return head(*args, **kwargs)
+
+
+def prepare(head: Any) -> str | None:
+    """Give the head a class whose `__call__` can be replaced, or return why it cannot get one."""
+    if not isinstance(head, nn.Module):
+        return "its head is not a module"
+    if HEAD in classes.overrides(head):
+        return None
+    if torch.compiler.is_compiling():
+        return "its head was replaced after fuse, and has not been called before torch.compile"
+    classes.override(head, HEAD, None)
+    return None
 
 
 class DeferringHead:
@@ -52,13 +109,13 @@ class DeferringHead:
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         is_tensor = isinstance(hidden, Tensor) and not isinstance(hidden, DeferredLogits)
         if args or kwargs or not is_tensor:
-            return place.call_itself(self.modules[0], hidden, *args, **kwargs)
+            return call_itself(self.modules[0], hidden, *args, **kwargs)
         if self.in_checkpoint():
             # The backward runs the checkpoint again, when this object no longer replaces the head:
             # a deferred result now and a tensor then would not match.
             self.has_computed = True
             self.on_computed("its forward calls its head in a checkpoint", ())
-            return place.call_itself(self.modules[0], hidden)
+            return call_itself(self.modules[0], hidden)
         call = HeadCall(self, hidden)
         self.calls.append(call)
         # Kept logits are the root: later operations choose and shape rows of them. Otherwise
@@ -82,7 +139,7 @@ class DeferringHead:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that the model's head itself computes."""
-        logits: Tensor = place.call_itself(self.modules[0], hidden)
+        logits: Tensor = call_itself(self.modules[0], hidden)
         return logits
 
     def loss(self, logits: Deferral, target: Tensor, options: dict[str, Any]) -> Tensor:
@@ -107,7 +164,7 @@ class DeferringHead:
         def compute_as_called(hidden: Tensor) -> Tensor:
             return call.in_autocast_of_call(compute, hidden)
 
-        return head_hooks.call_between_hooks(self.modules, compute_as_called, call.hidden)
+        return call_between_hooks(self.modules, compute_as_called, call.hidden)
 
     def loss_value(self, source: LossSource, target: Tensor, options: dict[str, Any]) -> Tensor:
         value, extra = loss_of(source, target, options, self.options)
@@ -117,7 +174,7 @@ class DeferringHead:
 
     def source(self, logits: Deferral, hidden: Tensor) -> LossSource:
         assert self.head is not None
-        source = ShardedHeadLoss if head_hooks.is_over_words(self.head) else HeadLoss
+        source = ShardedHeadLoss if is_over_words(self.head) else HeadLoss
         return source(logits, hidden, self.head, self.options)
 
     def finish(self) -> None:

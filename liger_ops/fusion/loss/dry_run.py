@@ -19,18 +19,16 @@ from torch.utils import _pytree as pytree
 
 from ..asked import watched
 from ..layers.rebinding import chain_to, opaque, rebound
+from ..lora.head import LoraHead
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
-from . import place
+from . import calls
 from .calls import DeferringHead
-from .deferral import Deferral
-from .deferred import DeferredLogits
-from .form import LogitsTransform
+from .deferral import Deferral, LogitsTransform
+from .deferred import DeferredLogits, without_deferred
 from .head import head_of, parameter_of
 from .head_call import running_frames
-from .lora import LoraHead
 from .options import CHECKS, ForwardLossOptions
-from .output import without_deferred
 from .stand_in import TensorNames, stand_in
 
 BATCH = 2
@@ -243,8 +241,8 @@ class _DryRun:
         names: TensorNames = {}
         head = _DryHead(layer, names, list(self.model.modules()))
         model = stand_in(self.model, self.path.split("."), hidden, layer, names)
-        place.prepare(layer)
-        before, place.REPLACED.active = place.REPLACED.active, ((layer, head),)
+        calls.prepare(layer)
+        before, calls.REPLACED.active = calls.REPLACED.active, ((layer, head),)
         stand_ins, classes_asked = set(map(id, (model, layer))), list[Any]()
 
         def is_stand_in(value: Any) -> bool:
@@ -266,7 +264,7 @@ class _DryRun:
                 f"its forward fails on the CPU with a stub for the body ({first_line(error)})"
             ) from None
         finally:
-            place.REPLACED.active = before
+            calls.REPLACED.active = before
             head.finish()
 
 

@@ -1,7 +1,21 @@
-"""Find the linear layer that is the head of a model in a call."""
+"""Run the hooks of a head that FSDP2, DeepSpeed or tensor parallelism shards around its loss.
+
+If FSDP2 shards the head by itself, or in a group with the last norm as accelerate does, it gathers
+the head's weight in a hook before the forward. It reduces the gradient and frees the weight in
+hooks that it registers there and after the forward. ZeRO-3 of DeepSpeed has hooks with these
+effects on every module. Tensor parallelism makes the head's input a DTensor, and its output a
+tensor.
+
+A fused loss does not call the head: FSDP2's hooks run around the loss instead, and the loss is
+given the input that tensor parallelism would make. A head with LoRA is a layer of peft, which FSDP2
+may shard, and which holds the linear layer that tensor parallelism shards.
+
+Find the linear layer that is the head of a model in a call.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +24,83 @@ from torch import Tensor, nn
 from ...torch_private import FakeTensor
 from .. import classes, tensor_parallel
 from ..assumptions import is_set_on
-from ..sharding import has_hooks, shape_of
-from ..tensor_parallel import OverWords
-from . import head_hooks
-from .lora import LAYER, LoraHead, adapters_of
+from ..lora.head import LAYER, LoraHead, adapters_of
+from ..sharding import FSDP, gathers, has_hooks, shape_of
+from ..tensor_parallel import OverWords, forward_hooks
+
+
+def has_known_hooks(head: Any) -> bool:
+    """Return whether a head has hooks or a forward set on the instance, and all of them are those
+    of FSDP2, DeepSpeed or a tensor-parallel style that shards the head over words."""
+    if not isinstance(head, nn.Module) or head._backward_hooks or head._backward_pre_hooks:
+        return False
+    hooks = forward_hooks(head)
+    if not hooks and "forward" not in vars(head):
+        return False
+    if all(gathers(hook) for hook in hooks) and "forward" not in vars(head):
+        return True
+    are_known = all(gathers(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
+    return are_known and tensor_parallel.over_words(head) is not None
+
+
+def is_over_words(head: Any) -> bool:
+    """Return whether a head's hooks are known, and shard it over words."""
+    if isinstance(head, LoraHead):
+        return is_over_words(head.base)
+    return has_known_hooks(head) and (
+        "forward" in vars(head)
+        or any(tensor_parallel.is_hook(hook) for hook in forward_hooks(head))
+    )
+
+
+def keeps_words_apart(head: Any) -> bool:
+    """Return whether a head returns only the logits of the rank's words."""
+    sharded = tensor_parallel.over_words(head) if is_over_words(head) else None
+    return sharded is not None and not sharded.gathers
+
+
+def obstacle(head: Any) -> str | None:
+    """Return the reason that a loss cannot run between the hooks of a head, or None."""
+    if any(gathers(hook, (FSDP,)) for hook in forward_hooks(head)):
+        dtype = head._get_fsdp_state()._mp_policy.output_dtype
+        if dtype not in (None, torch.float32):
+            return f"its head is sharded by itself, with the output_dtype {dtype}"
+    return None
+
+
+def call_between_hooks(
+    modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tensor
+) -> Tensor:
+    """Return compute(hidden), run between the hooks of FSDP2 or DeepSpeed that a call of the head
+    would run.
+
+    Args:
+        modules: the head, and the modules that a call of it calls in turn.
+        compute: a function of the hidden states that the hooks leave.
+        hidden: the input of the head.
+    """
+    if not modules:
+        return compute(hidden)
+    head, *others = modules
+    if not isinstance(head, nn.Module):
+        return call_between_hooks(others, compute, hidden)
+    # A hook may return None, which changes nothing.
+    args: Any = (hidden,)
+    for key, hook in head._forward_pre_hooks.items():
+        if not gathers(hook):
+            continue
+        if key in head._forward_pre_hooks_with_kwargs:
+            changed = hook(head, args, {})
+            args = args if changed is None else changed[0]
+        else:
+            changed = hook(head, args)
+            args = args if changed is None else changed
+    loss = call_between_hooks(others, compute, *args)
+    for hook in head._forward_hooks.values():
+        if gathers(hook):
+            changed = hook(head, args, loss)
+            loss = loss if changed is None else changed
+    return loss
 
 
 def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | LoraHead | str:
@@ -49,14 +136,14 @@ def modules_called(model: nn.Module, path: str) -> list[Any]:
 
 def _linear_in(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
-        has_known_hooks = head_hooks.has_known_hooks(head)
-        reason = call_side_effect(head, "its head", allow_sharding=has_known_hooks)
-        if reason is None and has_known_hooks:
-            reason = head_hooks.obstacle(head)
+        hooked = has_known_hooks(head)
+        reason = call_side_effect(head, "its head", allow_sharding=hooked)
+        if reason is None and hooked:
+            reason = obstacle(head)
         if reason is not None:
             return reason
         # FSDP2's hooks of a module gather what the modules in it hold, too.
-        sharded = sharded or has_known_hooks
+        sharded = sharded or hooked
         cls = _class_of(head)
         if cls is nn.Linear:
             return _with_plain_tensors(head, sharded)
@@ -82,7 +169,7 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
         reason = call_side_effect(layer.lora_dropout[name], "an adapter of its head")
         if reason is not None:
             return reason
-    over_words = tensor_parallel.over_words(base) if head_hooks.is_over_words(base) else None
+    over_words = tensor_parallel.over_words(base) if is_over_words(base) else None
     for lora_a, lora_b in adapters.layers:
         if over_words is not None:
             reason = _sharded_adapter_obstacle(lora_a, lora_b, base, over_words)

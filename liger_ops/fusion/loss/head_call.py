@@ -13,10 +13,9 @@ from torch import Tensor
 
 from .. import tensor_parallel
 from ..asked import stand_in_asked
+from ..lora.head import LoraHead
 from ..sharding import shape_of
-from . import head_hooks
-from .head import parameter_of
-from .lora import LoraHead
+from .head import has_known_hooks, is_over_words, parameter_of
 
 # The error where logits are needed, and computing them would lose their gradient or be wrong.
 TAKEN = (
@@ -70,7 +69,7 @@ class HeadCall:
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of the logits, or None if it is only known once they are computed."""
         # FSDP2's hooks of the head may cast the hidden states.
-        is_sharded = any(head_hooks.has_known_hooks(module) for module in self.head.modules)
+        is_sharded = any(has_known_hooks(module) for module in self.head.modules)
         return None if is_sharded else self.dtype_for(self.hidden)
 
     @property
@@ -79,7 +78,7 @@ class HeadCall:
         that tensor parallelism shards may be given a shard of the sequence, and gather it."""
         head = self.head.head
         layer = head.base if isinstance(head, LoraHead) else head
-        if layer is not None and head_hooks.is_over_words(layer):
+        if layer is not None and is_over_words(layer):
             sharded = tensor_parallel.over_words(layer)
             if sharded is None or sharded.input_dim is not None:
                 return None

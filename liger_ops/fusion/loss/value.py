@@ -12,9 +12,9 @@ from ...ops.heads.head import cast_as_linear, needed_gradients
 from ...ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from ...ops.heads.lora import narrowed
 from ...ops.losses.cross_entropy import cross_entropy_forward
+from ..lora.head import LoraHead
 from ..tensor_parallel import as_input
 from .deferral import Deferral
-from .lora import LoraHead
 from .options import HEAD_OPTIONS, LOSS_OPTIONS, ForwardLossOptions
 
 # The result of `LossSource.results`: loss, lse, target_logit, and predicted_tokens, which are None

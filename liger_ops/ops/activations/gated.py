@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..eager import is_eager
-from ..precision import widened
+from ..tensors import is_eager, widened
 
 # A packed gate has 2 * N columns: two halves, or pairs of neighbours.
 AXES = "gate=* 2*N -> y=* N | gate=* n, up=* n -> y=* n"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..precision import widened
+from ..tensors import widened
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order, axes="x=* -> y=*")

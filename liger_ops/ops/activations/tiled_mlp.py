@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_1
-from ..heads.chunks import TILE, chunks
-from ..heads.head import cast_as_linear
-from ..precision import widened
+from ..heads.head import TILE, cast_as_linear, chunks
+from ..tensors import widened
 
 # Activation -> the op that computes activation(gate) * up, and the op's options.
 ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..precision import widened
 from ..rows import WHOLE, RowStatistics
+from ..tensors import widened
 
 
 @library.define(axes="x=N * D, query=D, weight=D -> y=* D", options={"eps": AT_LEAST_0})

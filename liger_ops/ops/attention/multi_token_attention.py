@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import library
 from ..heads.head import cast_for_products
-from ..precision import widened
+from ..tensors import widened
 from .windows import per_dimension
 
 

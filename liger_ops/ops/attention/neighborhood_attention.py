@@ -12,8 +12,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import FINITE
 from ..heads.head import cast_for_products
-from ..precision import widened
-from ..strides import in_order_of
+from ..tensors import in_order_of, widened
 from .windows import BORDERS, Slot, slots, windows
 
 

@@ -17,9 +17,7 @@ from torch import Tensor
 from ... import library
 from ...autograd import is_differentiated, vector_jacobian
 from ...record import Op
-from ..eager import is_eager
-from ..precision import widened
-from ..strides import dense, is_transposed
+from ..tensors import dense, is_eager, is_transposed, widened
 
 # Activation -> the op that computes it, and that op's options. The options of clamped_swiglu are
 # arguments of the call.

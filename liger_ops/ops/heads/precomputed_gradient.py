@@ -26,8 +26,7 @@ from ...torch_private import (
     len_torch_dispatch_stack,
     top_saved_tensors_default_hooks,
 )
-from .head import GRADIENTS, factors_of
-from .scaling import scale_, scaled
+from .head import GRADIENTS, factors_of, scale_, scaled
 
 # Not float64: there gradients are checked (gradcheck), and a second backward, which computes the
 # gradient again, would have to agree with the first to the last bit.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0, AT_LEAST_1
-from ..precision import widened
+from ..tensors import widened
 
 # The largest hc: kernels hold a token's hc x hc matrix in registers.
 MOST_STREAMS = 64

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..precision import widened
+from ..tensors import widened
 
 
 @library.define(axes="x=* Hc c, f_out=* c, h_post=* Hc, h_res=* Hc Hc -> y=* Hc c")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import library
-from ..precision import widened
+from ..tensors import widened
 
 
 @library.define(axes="x=* Hc c, h_pre=* Hc -> y=* c")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE, Options
-from ..eager import is_eager
-from ..precision import widened
+from ..tensors import is_eager, widened
 
 REDUCTIONS = ("none", "mean", "sum")
 

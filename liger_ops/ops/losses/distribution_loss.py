@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..precision import widened
+from ..tensors import widened
 from .divergence import shares
 
 REDUCTIONS = ("batchmean", "mean", "sum", "none")

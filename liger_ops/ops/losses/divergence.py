@@ -1,4 +1,7 @@
-"""The divergence of two distributions that are given by their logits."""
+"""The divergence of the kind "cosine" and its gradient, from rows of scaled logits.
+
+The divergence of two distributions that are given by their logits.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,36 @@ from torch import Tensor
 
 from ... import autograd, library
 from ...accepted import FRACTION, POSITIVE, Options
-from ..precision import widened
-from . import cosine
+from ..tensors import widened
 from .cross_entropy import log_softmax_of, logsumexp
+
+
+def norm_of(x: Tensor) -> Tensor:
+    """Return the norm of each row.
+
+    It is inf for a row of zeros, whose cosine and gradient are then 0, and NaN for a row whose sum
+    of squares is not finite.
+    """
+    squares = x.square().sum(-1)
+    empty = squares == 0
+    # squares - squares is 0 or, for an infinite sum, NaN.
+    norm = torch.where(empty, 1.0, squares).sqrt() + (squares - squares)
+    return torch.where(empty, float("inf"), norm)
+
+
+def cosines(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the divergence, the cosine and both norms of each pair of rows."""
+    norms = norm_of(x), norm_of(y)
+    cosine = (x * y).sum(-1) / norms[0] / norms[1]
+    return 1 - cosine, cosine, *norms
+
+
+def cosine_slopes(x: Tensor, y: Tensor, cosine: Tensor, *norms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the divergence for x and y, from the cosine and both norms."""
+    a, b = (row / norm.unsqueeze(-1) for row, norm in zip((x, y), norms, strict=True))
+    cosine = cosine.unsqueeze(-1)
+    return (cosine * a - b) / norms[0].unsqueeze(-1), (cosine * b - a) / norms[1].unsqueeze(-1)
+
 
 # The kinds that compare probabilities; and, with the kind that compares logits, all kinds.
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
@@ -147,7 +177,7 @@ def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     """
     x, y, within = _scaled_logits(call)
     if call.kind == "cosine":
-        value, student_share, *lses = cosine.cosines(x, y)
+        value, student_share, *lses = cosines(x, y)
         errors = [torch.zeros_like(value) for _ in lses]
     else:
         known = (
@@ -201,9 +231,9 @@ def divergence_backward(call: Any) -> Any:
     """
     x, y, within = _scaled_logits(call)
     if call.kind == "cosine":
-        _, *computed = cosine.cosines(x, y)
+        _, *computed = cosines(x, y)
         known = (call.student_share, call.student_lse, call.teacher_lse)
-        slopes = cosine.slopes(x, y, *map(with_derivative, known, computed))
+        slopes = cosine_slopes(x, y, *map(with_derivative, known, computed))
     else:
         errors = (call.student_lse_error, call.teacher_lse_error)
         rows = zip((x, y), (call.student_lse, call.teacher_lse), errors, strict=True)

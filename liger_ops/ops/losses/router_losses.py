@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_1
-from ..precision import widened
+from ..tensors import widened
 
 # The number of layers that one call of `router_losses_forward` takes.
 LAYERS = 8

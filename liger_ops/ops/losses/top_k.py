@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..precision import widened
-from ..shapes import equal
+from ..tensors import equal, widened
 from .cross_entropy import logsumexp
 from .divergence import DISTRIBUTION_KINDS, divergence_forward, limit
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..precision import widened
+from ..tensors import widened
 
 
 @library.define(axes="x=* n, alpha=1, gamma=n, beta=n -> y=* n")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..precision import widened
 from ..rows import WHOLE, RowStatistics
+from ..tensors import widened
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTING_MODES = ("llama", "gemma")

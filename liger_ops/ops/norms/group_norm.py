@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..precision import widened
+from ..tensors import widened
 from .layer_norm import standardised
 
 

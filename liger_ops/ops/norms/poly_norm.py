@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..precision import widened
 from ..rows import WHOLE, RowStatistics
+from ..tensors import widened
 
 
 @library.define(axes="x=* N, weight=3, bias=1 -> y=* N", options={"eps": AT_LEAST_0})

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..precision import widened
 from ..rows import WHOLE, RowStatistics
+from ..tensors import widened
 
 CASTING_MODES = ("llama", "gemma", "none")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..norms.rms_norm import CASTING_MODES, scaled
-from ..strides import in_order_of
+from ..tensors import in_order_of
 from .rope import AXES, axes_of_call, rotated, table_gradients
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ... import library
 from ...derived import gradient_by_autograd
-from ..precision import widened
-from ..strides import in_order_of
+from ..tensors import in_order_of, widened
 
 AXES = "q=b h s D, k=b h' s D: q, cos=?: any, sin=?: any -> q=b h s D, k=b h' s D: q"
 

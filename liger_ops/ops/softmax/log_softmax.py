@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..precision import widened
 from ..rows import WHOLE, RowStatistics
+from ..tensors import widened
 
 
 @library.define(axes="x=* N -> y=* N")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..dimension import along_dim
-from ..precision import widened
+from ..tensors import along_dim, widened
 
 
 @library.compose

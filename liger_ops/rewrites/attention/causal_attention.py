@@ -22,17 +22,17 @@ from ..engine.graph_state import erase_unused
 from ..engine.insertion import Refused
 from ..engine.report import Report
 from .attention import (
+    States,
     mask_of,
     masked_calls,
     obstacle,
     replace_candidates,
     scores_shape,
     set_arguments,
+    visible_past,
 )
-from .mask.proof import departure
-from .mask.region import everywhere
-from .mask.scopes import Scope
-from .masks import States, visible_past
+from .mask.evaluate import Scope
+from .mask.proof import departure, everywhere
 
 OP = "causal_attention"
 

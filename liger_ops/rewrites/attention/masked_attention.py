@@ -42,14 +42,22 @@ from ..engine.maps.algebra import Condition, data_of, is_condition, leaves, numb
 from ..engine.report import Report
 from ..engine.rewrite import replace
 from . import flash_attention, flex_attention
-from .attention import Candidate, mask_of, masked_calls, obstacle, replace_candidates
+from .attention import (
+    Candidate,
+    Mask,
+    States,
+    mask_of,
+    masked_calls,
+    obstacle,
+    replace_candidates,
+    visible_past,
+)
 from .attention_products import Operand
-from .block_masks import BlockMaskNodes, BlockMasks, emit_block_mask
+from .flex_attention import BlockMaskNodes, BlockMasks, emit_block_mask
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
 from .mask.blocks import dense_datum
+from .mask.evaluate import Scope
 from .mask.proof import sees_a_key, window
-from .mask.scopes import Scope
-from .masks import Mask, States, visible_past
 from .numbers import scale_of_call
 from .sdpa import LOWEST_FILL, as_root, operand_nodes
 from .unfused_attention import UnfusedAttention, unfused_attentions

@@ -23,19 +23,16 @@ from torch import fx
 
 from ..engine.canonical import calls, same, value
 from ..engine.casts import represents
-from ..engine.graph_state import GraphState
-from ..engine.insertion import Refused, View, derive, insert, viewed
-from ..engine.layout import noticed
+from ..engine.graph_state import GraphState, noticed
+from ..engine.insertion import Refused, View, derive, fake_mode_of, insert, viewed
 from ..engine.maps.algebra import always_true
-from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import attempt, replace
-from .attention import replace_candidates
+from .attention import Mask, States, is_written, replace_candidates, visible_past
 from .attention_products import Operand
 from .mask.bounds import ORDINARY, MaskBounds, inside
+from .mask.evaluate import Scope
 from .mask.proof import sees_a_key
-from .mask.scopes import Scope
-from .masks import Mask, States, is_written, visible_past
 from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "attention"

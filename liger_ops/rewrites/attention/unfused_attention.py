@@ -24,9 +24,9 @@ from ..engine.graph_state import GraphState
 from ..engine.insertion import Refused, View
 from ..engine.report import Report
 from ..engine.rewrite import foreign
+from .attention import Mask
 from .attention_products import Operand, product_of_weights
-from .mask.scopes import Scope
-from .masks import Mask
+from .mask.evaluate import Scope
 from .unfused_scores import ScoresReader, UnfusedScores
 
 

@@ -1,17 +1,41 @@
-"""Insert calls into a graph, each with its example value."""
+"""Run a node's call with other values for its arguments, such as fake tensors.
+
+Insert calls into a graph, each with its example value.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ...torch_private import FakeTensor
 from .canonical import value
-from .replay import fake_mode_of
+
+
+def replay(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the function or method that `node` calls, with these arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = node.target
+    return function(*args, **kwargs)
+
+
+def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return the fake mode of the fake tensors in `values`, or a context that does nothing.
+
+    It is not the fake mode that is active while a backend runs.
+    """
+    for x in values:
+        if isinstance(x, FakeTensor):
+            return x.fake_mode
+    return contextlib.nullcontext()
+
 
 # Keys of a node's meta that say which of the user's code it is from; copied to new nodes.
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")

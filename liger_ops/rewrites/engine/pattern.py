@@ -25,8 +25,8 @@ from torch.nn import functional
 from ...torch_private import native_linear
 from .canonical import COMMUTATIVE, IDENTITY, Call, calls, canonical, never_changed, same, value
 from .casts import dtype_of, has_arithmetic, rounding, sources
+from .insertion import fake_mode_of, replay
 from .maps.index_maps import VIEWS
-from .replay import fake_mode_of, replay
 
 # Code with more different constants than this is another computation, not a near miss.
 MOST_DIFFERENCES = 1

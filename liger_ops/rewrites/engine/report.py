@@ -1,16 +1,26 @@
-"""Findings: where in a graph or a model ops are used, and where they are not and why."""
+"""Findings: where in a graph or a model ops are used, and where they are not and why.
+
+Handle an exception in a rewrite, which is a bug of this package: warn, or raise it.
+
+Read the ops that a graph calls.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
+
+from ...library import COMPOSED, OPS
 
 _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)$')
@@ -146,3 +156,78 @@ def device_of(node: fx.Node) -> str:
         value = value[0]
     device = getattr(value, "device", None)
     return "" if device is None else str(device.type)
+
+
+STRICT = "LIGER_OPS_STRICT"
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+def is_strict(strict: bool | None) -> bool:
+    """Return whether an exception in a rewrite is raised; None stands for LIGER_OPS_STRICT."""
+    return os.environ.get(STRICT, "0") not in ("", "0") if strict is None else strict
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def failed(report: Report, error: Exception) -> Report:
+    """Warn of an error at `report.at`, and return the report of an unchanged graph."""
+    rewrite, node = report.at
+    where = "" if node is None else source_line(node)
+    reason = f"the rewrite failed, {type(error).__name__}: {error}"
+    warnings.warn(
+        f"liger_ops: the rewrite {rewrite!r} failed{f' at {where}' if where else ''}"
+        f" ({type(error).__name__}: {error}). This graph is compiled without any rewrite."
+        " Please report this with the output of `python -m liger_ops` and the traceback of a run"
+        f" with options={{'strict': True}}, or with {STRICT}=1 in the environment.",
+        stacklevel=2,
+    )
+    return Report([Finding(rewrite, reason, where, "" if node is None else device_of(node))])
+
+
+def guarded(
+    name: str, strict: bool | None, function: Callable[..., T], *args: object, otherwise: D
+) -> T | D:
+    """Call `function`, a step of the rewrites; if it raises, warn and return `otherwise`.
+
+    With `strict` the exception is raised.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        if is_strict(strict):
+            raise
+        failed(Report(at=(name, None)), error)
+        return otherwise
+
+
+def op_of(node: fx.Node) -> str | None:
+    """Return the name of the op of liger_ops that a node calls, or None."""
+    is_op = getattr(node.target, "namespace", None) == "liger"
+    return node.target._opname if is_op else None  # type: ignore[union-attr]
+
+
+def bound(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
+    """Yield the nodes that call ops, each with all its arguments by name."""
+    for node in list(nodes):
+        if name := op_of(node):
+            call = inspect.signature(definition_of(name)).bind(*node.args, **node.kwargs)
+            call.apply_defaults()
+            yield node, dict(call.arguments)
+
+
+def definition_of(name: str) -> Callable[..., Any]:
+    """Return the definition of an op, which may be composed of other ops."""
+    return COMPOSED[name] if name in COMPOSED else OPS[name].definition
+
+
+def reason_for_none(report: Report, rewrites: Collection[str]) -> str:
+    """Return why rewrites found no op in a graph: the first near miss, if there is one."""
+    reasons = [f"{finding.op}: {finding.reason}" for finding in report.findings if not finding.used]
+    *names, last = rewrites
+    none = f"none of {', '.join(names)} and {last}" if names else f"no {last}"
+    return reasons[0] if reasons else f"it computes {none}"

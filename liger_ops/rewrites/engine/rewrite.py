@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from .canonical import IDENTITY, Known, calls, canonical, is_tensor, same, unchanged, value
-from .casts import dtype_of, has_arithmetic, represents
-from .graph_state import GraphState, erase_unused, needed_by
+from .casts import dtype_of, has_arithmetic, mark, modes_of, represents
+from .effects import is_plain
+from .graph_state import GraphState, erase_unused, needed_by, noticed
 from .insertion import Refused, derive, insert, run
-from .layout import noticed
-from .memory import is_plain
-from .outside_autocast import mark, modes_of
 from .pattern import CHEAP, Match, Matcher, Pattern, last_operation
 from .report import Report
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from ..engine.canonical import same, value
+from ..engine.casts import mark, modes_of
 from ..engine.graph_state import erase_unused
 from ..engine.insertion import Refused, derive
-from ..engine.outside_autocast import mark, modes_of
 from ..engine.pattern import Match, Pattern
 from ..engine.report import Report
 from ..engine.rewrite import Replacement, Search, attempt, check_results, emit, used_elsewhere

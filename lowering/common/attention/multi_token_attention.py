@@ -1,5 +1,13 @@
-"""multi_token_attention on a device: a kernel computes p from the scores, p is convolved, and in
-the backward another kernel computes the gradient of the scores from that of p."""
+"""Arithmetic of multi_token_attention's kernels, for every device: p, and the gradient of scores.
+
+Query i has the scores of keys 0 to i. The others are not loaded, and count as -inf, for which p is
+0. In a row with NaN all of p is NaN, as PyTorch's softmax of a masked row is.
+
+The convolution of multi_token_attention by PyTorch, on any device.
+
+multi_token_attention on a device: a kernel computes p from the scores, p is convolved, and in
+the backward another kernel computes the gradient of the scores from that of p.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +15,70 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ....ops.heads.chunks import chunks
-from .causal_convolution import CausalConvolution
+from ....ops.attention.multi_token_attention import Convolution
+from ....ops.heads.head import chunks
+from ..softmax.sparsemax_math import above, below_maximum, sparsemax_gradient
+
+
+@triton.jit
+def probability(x, maximum, total, SPARSE: tl.constexpr):
+    """Compute p. `total` is the sum of a row's exponentials or, if SPARSE, the threshold of its
+    sparsemax. `maximum` is finite, unless SPARSE."""
+    if SPARSE:
+        return above(below_maximum(x, maximum), total)
+    else:
+        return tl.exp(x - maximum) / total
+
+
+@triton.jit
+def score_gradient(dp, p, mean, SPARSE: tl.constexpr):
+    """Compute the gradient of scores. `mean` is the sum of p * dp or, if SPARSE, the mean of dp
+    over the support."""
+    if SPARSE:
+        return sparsemax_gradient(dp, p, mean)
+    else:
+        return p * (dp - mean)
+
+
+class CausalConvolution(Convolution):
+    """The convolution, with zeros where the key is after the query. A device's kernels are a
+    subclass."""
+
+    def takes(self, weight: Tensor) -> bool:
+        """Return whether this class can convolve with this weight."""
+        return True
+
+    def forward(self, p: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return y, contiguous. p is contiguous, and 0 where the key is after the query."""
+        # In place, tril writes nothing but the zeros.
+        return self(p, weight, bias).contiguous().tril_()
+
+    def masked(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Return dc, dy with zeros where the key is after the query, for the methods below."""
+        return dy.to(weight.dtype).tril()
+
+    def gradient_of_input(self, dc: Tensor, weight: Tensor, L: int) -> Tensor:
+        """Return dp, of weight's dtype."""
+        # As in torch.nn.grad.conv2d_input: of the convolution's input, only the shape is used.
+        channels = weight.shape[1] * self.groups
+        shape_of_p = weight.new_empty(1).expand(len(dc), channels, L, L)
+        dp, _, _ = self.gradients(dc, shape_of_p, weight, [True, False, False])
+        assert dp is not None
+        return dp
+
+    def gradients_of_weights(
+        self, dc: Tensor, p: Tensor, weight: Tensor, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return dweight and, with `bias`, dbias, of weight's dtype or float32."""
+        _, dweight, _ = self.gradients(dc, p, weight, [False, True, False])
+        assert dweight is not None
+        return dweight, dc.sum((0, 2, 3), dtype=torch.float32) if bias else None
+
 
 # Bytes of p of the samples that the backward takes at a time. 2 x 4 x 8192 x 8192 in bfloat16 take
 # as long in chunks of 64 MiB as whole.

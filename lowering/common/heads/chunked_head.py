@@ -2,6 +2,8 @@
 PyTorch's matrix products, into memory that the chunks share.
 
 A word is a row of the head's weight, a class of the vocabulary.
+
+The backward of a head whose logits are computed again.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....ops.heads.chunks import BACKWARD_BYTES, chunks
-from ....ops.heads.gradients import HeadGradients, accumulation_dtype, rounds_once
-from ....ops.heads.head import Head
+from .... import library
+from ....ops.heads.gradients import BIAS, WEIGHT, HeadGradients, accumulation_dtype, rounds_once
+from ....ops.heads.head import BACKWARD_BYTES, Head, chunks, shaped
 from ..products import linear, product
-from ..sizes import cdiv
+from ..tensors import cdiv
 
 
 class Device(NamedTuple):
     """A device's functions for heads: the modules of its row functions, and its `scale` (see
-    `ops/heads/scaling.py`). Each row of logits starts at a multiple of `alignment` elements: with
+    `ops/heads/head.py`). Each row of logits starts at a multiple of `alignment` elements: with
     1, the rows are adjacent."""
 
     cross_entropy: Any
@@ -110,3 +112,30 @@ def _fill(logits: Tensor, head: Head) -> None:
     linear(head.x, head.weight, head.bias, out=logits)
     if head.lora_x is not None and head.lora_b is not None:
         logits.addmm_(head.lora_x, head.lora_b.t())
+
+
+Outputs = tuple[Tensor | None, ...]
+ALL = slice(0, None)
+# dlogits(logits, tokens, words) writes the gradient of some tokens' logits of some words over them.
+Dlogits = Callable[[Tensor, slice, slice], None]
+
+
+def recomputed(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
+    """Compute dx, dweight, dbias, dlora_x and dlora_b of a call of op `name`."""
+    outputs = library.allocate(name, call)
+    head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
+    # The gradients of weight and bias are complete in a chunk of words, and that of x is a sum over
+    # the chunks; in chunks of tokens it is the other way round. lora_b's gradient is a sum over
+    # chunks of tokens, which is smaller than that of x's over chunks of words.
+    by_words = call.output_mask[WEIGHT] or call.output_mask[BIAS]
+    if by_words:
+        chunked = chunked_words(head, alignment, *bounds)
+    else:
+        chunked = chunked_tokens(head, None, alignment, *bounds)
+    gradients = chunked.gradients(outputs)
+    del outputs
+    for chunk, chunk_head, logits in chunked.logits():
+        dlogits(logits, *((ALL, chunk) if by_words else (chunk, ALL)))
+        gradients.add(chunk_head, logits)
+    del logits
+    return shaped(gradients.results(), call)

@@ -12,8 +12,7 @@ from ....ops.heads.head import Head
 from ..losses.cross_entropy import TokenTensors
 from ..losses.log_prob import as_loss, given_tokens, results
 from ..tensors import flat
-from .chunked_head import Device, chunked_tokens
-from .recomputed import Outputs, recomputed
+from .chunked_head import Device, Outputs, chunked_tokens, recomputed
 
 Upstream = tuple[Tensor | None, ...]
 

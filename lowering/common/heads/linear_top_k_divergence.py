@@ -21,8 +21,7 @@ from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
 from ..losses.cross_entropy import TokenTensors, loss_of_tokens
 from ..tensors import flat
-from .chunked_head import Device, chunked_tokens
-from .recomputed import Outputs, recomputed
+from .chunked_head import Device, Outputs, chunked_tokens, recomputed
 
 INF = float("inf")
 IGNORED = -100

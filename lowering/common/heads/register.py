@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from .... import library
-from ....ops.heads.scaling import scales
+from ....ops.heads.head import scales
 from . import linear_cross_entropy, linear_divergence, linear_log_prob, linear_top_k_divergence
 from .chunked_head import Device
 

@@ -1,4 +1,4 @@
-"""attn_res. M tokens, N columns; the tiles are in lowering/common/attention/attn_res_math.py."""
+"""attn_res. M tokens, N columns; the tiles are in lowering/common/attention/attn_res.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ...common.attention.attn_res import blocks_of, combined, factors, finish, per_row
-from ...common.attention.attn_res_math import (
+from ...common.attention.attn_res import (
+    blocks_of,
     column_gradients,
+    combined,
+    factors,
+    finish,
     mixed_columns,
     mixed_rows,
+    per_row,
     scored_rows,
 )
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import Tile, launch, processors
-from ..partial_sums import partial_sums, summed
+from ..sums import partial_sums, summed
 
 # The widest row that a program holds in registers, with as many elements of the result.
 WIDEST = 8192

@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.attention.neighborhood_attention import Problem, register, strides
-from ...common.attention.neighborhood_math import LN2, LOG2E, keys_of, keys_of_tile, queries_of_tile
-from ...common.sizes import next_power_of_2
+from ...common.attention.neighborhood_attention import (
+    LN2,
+    LOG2E,
+    Problem,
+    keys_of,
+    keys_of_tile,
+    queries_of_tile,
+    register,
+    strides,
+)
+from ...common.tensors import next_power_of_2
 from ...common.triton_math import LOWEST
 from ..launch import launch, on_nvidia
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .... import library
 from ....ops.experts.rows import of_biases
-from ....ops.strides import is_transposed
+from ....ops.tensors import is_transposed
 from ...common.experts.moe_experts import activation_of
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import compute_capability, launch, on_nvidia, pipeline_stages, processors, rows
 from .products import (
     _bias_kernel,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import launch
 
 # Ids of a program; each is compared with all ids of the chunk, OTHERS at a time.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...common.heads.chunked_head import Device
 from ...common.heads.register import register
-from ..activations.elementwise import columns, launch_tiles, place
+from ..activations.activations import columns, launch_tiles, place
 from ..losses import cross_entropy, divergence
 
 # Elements. cuBLAS reads and writes 16 bytes at once where rows start at multiples of 16 bytes, as

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...common.hyper_connections.mhc_coeffs import CoefficientsProblem
 from ...common.hyper_connections.mhc_coeffs_math import block_coefficients, block_gradients
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import WARP_SIZE, Tile, launch
-from ..partial_sums import summed
+from ..sums import summed
 
 # Elements of a tile, the matrices of a block of tokens: 32 in each thread, and 16 in the backward,
 # which holds about eight such tiles: compiled for sm_90, twice as many spill up to 32 bytes. The op

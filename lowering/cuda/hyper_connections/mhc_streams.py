@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.hyper_connections.mhc_streams import register
-from ...common.hyper_connections.mhc_streams_math import (
+from ...common.hyper_connections.mhc_streams import (
     post_res,
     post_res_backward,
     pre,
     pre_backward,
+    register,
     store_sums,
 )
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import Tile, launch
 
 # Elements of a tile: 32 a thread, which sums the streams of its columns by itself. No launch of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.losses.cross_entropy import TokenTensors, register
-from ...common.sizes import cdiv, next_power_of_2, tile_width
+from ...common.tensors import cdiv, next_power_of_2, tile_width
 from ..launch import (
     WARP_SIZE,
     Plan,
@@ -28,7 +28,7 @@ from .cross_entropy_kernels import (
     cross_entropy_kernel,
     cross_entropy_online_kernel,
 )
-from .cross_entropy_reduction import reduce_kernel
+from .token_loss import reduce_kernel
 
 
 @dataclass(frozen=True)

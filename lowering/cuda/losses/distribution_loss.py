@@ -10,8 +10,8 @@ from torch import Tensor
 from ....ops.losses.distribution_loss import DistributionLoss
 from ...common.losses.distribution_loss import register
 from ...common.losses.distribution_math import loaded, slopes, terms
-from ...common.sizes import cdiv, next_power_of_2
-from ..activations.elementwise import columns, launch_tiles, place
+from ...common.tensors import cdiv, next_power_of_2
+from ..activations.activations import columns, launch_tiles, place
 from ..launch import Plan, Tile, launch, rows
 
 

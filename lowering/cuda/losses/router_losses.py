@@ -11,10 +11,9 @@ from torch import Tensor
 from .... import library
 from ....ops.losses.router_losses import LAYERS
 from ...common.losses.loss_math import softmax_and_lse
-from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import flat
+from ...common.tensors import cdiv, flat, next_power_of_2
 from ..launch import Plan, Tile, launch, pipeline_stages, processors
-from ..partial_sums import partial_sums, summed
+from ..sums import partial_sums, summed
 
 
 @triton.jit

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from .... import library
 from ...common.norms.dyt_math import dyt_gradients, dyt_result
-from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous
-from ..activations.elementwise import columns, launch_tiles, place
+from ...common.tensors import cdiv, contiguous, next_power_of_2
+from ..activations.activations import columns, launch_tiles, place
 from ..launch import Tile, launch, pipeline_stages, processors, rows
-from ..partial_sums import partial_sums, summed
+from ..sums import partial_sums, summed
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ...common.norms.backward import NormArguments
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import WholeRow, launch, pipeline_stages, processors
-from ..partial_sums import partial_sums, summed
+from ..sums import partial_sums, summed
 
 
 class NormBackward(NormArguments):

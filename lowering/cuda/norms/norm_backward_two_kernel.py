@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv
+from ...common.tensors import cdiv
 from ...common.triton_math import folded
 from ..launch import Plan, launch, pipeline_stages, processors
-from ..row_sums import first_mean, mean_and_rstd, store_column_sums
+from ..sums import first_mean, mean_and_rstd, store_column_sums
 from .norm_backward import NormBackward, launch_norm_backward
 
 

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import cdiv, next_power_of_2
 from ...common.triton_math import folded, to_float32_again
 from ..launch import Plan, Table, on_nvidia, plan_for, processors
-from ..row_sums import four_totals, mean_and_rstd, near_mean, two_totals
+from ..sums import four_totals, mean_and_rstd, near_mean, two_totals
 from .modulation import own_sample
 from .norm_backward import NormBackward, launch_norm_backward
 

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
-from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous, unit_stride
+from ...common.tensors import cdiv, contiguous, next_power_of_2, unit_stride
 from ..launch import WARP_SIZE, launch, pipeline_stages, processors
-from ..partial_sums import partial_sums, summed
+from ..sums import partial_sums, summed
 from .rms_norm_rope_kernels import rms_norm_rope_backward_kernel, rms_norm_rope_kernel
-from .rope import rotate
-from .rope_tiles import Tables, tables_of
+from .rope import Tables, rotate, tables_of
 
 # Bytes of the widest head that a program holds. For wider heads, rms_norm's and rope's kernels run.
 WIDEST = 4096

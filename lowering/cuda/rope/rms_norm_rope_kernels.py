@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...common.triton_math import rms_rstd, rms_scaled, rms_square, rounded
-from .rope_tiles import load_pairs, load_tables, store_pairs
+from .rope import load_pairs, load_tables, store_pairs
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv
 from ...common.softmax.softmax import register
+from ...common.tensors import cdiv
 from ...common.triton_math import LOWEST, flushed_exp, to_float32_again
 from ..launch import (
     Plan,

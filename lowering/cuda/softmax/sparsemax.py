@@ -17,7 +17,7 @@ from ...common.softmax.sparsemax_math import (
 )
 from ...common.triton_math import folded, to_float32_again
 from ..launch import TwoPass, WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
-from ..row_sums import two_row_sums, two_totals
+from ..sums import two_row_sums, two_totals
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""attn_res. M tokens, N columns; lowering/common/attention/attn_res_math.py computes the tiles."""
+"""attn_res. M tokens, N columns; lowering/common/attention/attn_res.py computes the tiles."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ...common.attention.attn_res import blocks_of, combined, factors, finish, per_row
-from ...common.attention.attn_res_math import (
+from ...common.attention.attn_res import (
+    blocks_of,
     column_gradients,
+    combined,
+    factors,
+    finish,
     mixed_columns,
     mixed_rows,
+    per_row,
     scored_rows,
 )
-from ...common.sizes import cdiv
+from ...common.tensors import cdiv
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tiling import COSTS, Cost, Plan, launch

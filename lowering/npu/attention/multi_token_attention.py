@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.attention.causal_math import probability, score_gradient
-from ...common.attention.multi_token_attention import register
+from ...common.attention.multi_token_attention import probability, register, score_gradient
 from ...common.softmax.sparsemax_math import above, below_maximum, is_above, newton_step, supported
 from ...common.triton_math import LOWEST
 from .. import tiling

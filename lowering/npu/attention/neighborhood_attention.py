@@ -13,9 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.attention.neighborhood_attention import Problem, register, strides
-from ...common.attention.neighborhood_math import keys_of, keys_of_tile, queries_of_tile
-from ...common.sizes import next_power_of_2
+from ...common.attention.neighborhood_attention import (
+    Problem,
+    keys_of,
+    keys_of_tile,
+    queries_of_tile,
+    register,
+    strides,
+)
+from ...common.tensors import next_power_of_2
 from ..tile import remaining
 from ..tiling import UB_SHARE, Plan, launch, ub_bytes, vector_cores
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....ops.heads.scaling import scale
+from ....ops.heads.head import scale
 from ...common.heads.chunked_head import Device
 from ...common.heads.register import register
 from ..losses import cross_entropy, divergence

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...common.hyper_connections.mhc_coeffs import CoefficientsProblem
 from ...common.hyper_connections.mhc_coeffs_math import block_coefficients, block_gradients
-from ...common.sizes import cdiv
+from ...common.tensors import cdiv
 from .. import tiling
-from ..activations import elementwise
-from ..activations.elementwise import place, store, tiles
+from ..activations import activations
+from ..activations.activations import place, store, tiles
 from ..partial_sums import summed
 from ..tile import load, remaining
 from ..tiling import COSTS, Cost, Plan, launch
@@ -99,8 +99,8 @@ def _dx_kernel(
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, K, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, K, BLOCK_M, BLOCK_N)
-        product = elementwise.load(product_ptr, row, col, M, K, K, BLOCK_M, BLOCK_N)
-        x = elementwise.load(x_ptr, row, col, M, K, K, BLOCK_M, BLOCK_N)
+        product = activations.load(product_ptr, row, col, M, K, K, BLOCK_M, BLOCK_N)
+        x = activations.load(x_ptr, row, col, M, K, K, BLOCK_M, BLOCK_N)
         of_norm = load(of_norm_ptr + row, rows, rows < remaining(M, row, BLOCK_M))
         store(dx_ptr, row, col, M, K, K, product - x * of_norm, BLOCK_M, BLOCK_N)
 

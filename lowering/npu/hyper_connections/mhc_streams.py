@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.hyper_connections.mhc_streams import register
-from ...common.hyper_connections.mhc_streams_math import (
+from ...common.hyper_connections.mhc_streams import (
     post_res,
     post_res_backward,
     pre,
     pre_backward,
+    register,
     store_sums,
 )
-from ...common.sizes import next_power_of_2
+from ...common.tensors import next_power_of_2
 from .. import tiling
 from ..tile import remaining
 from ..tiling import COSTS, Cost, Plan, launch

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....ops.losses import cross_entropy as definition
 from ...common.losses.cross_entropy import TokenTensors, register
 from ...common.losses.loss_math import effective, log_sum_sq_probs, logit_gradient
-from ...common.sizes import cdiv
+from ...common.tensors import cdiv
 from ...common.triton_math import LOWEST, VANISHING, rounded_lse
 from .. import tiling
 from ..tile import load, remaining, tile_offsets, within

@@ -9,10 +9,10 @@ from torch import Tensor
 from ....ops.losses.distribution_loss import DistributionLoss
 from ...common.losses.distribution_loss import register
 from ...common.losses.distribution_math import loaded, slopes, terms
-from ...common.sizes import cdiv
+from ...common.tensors import cdiv
 from .. import tiling
-from ..activations import elementwise
-from ..activations.elementwise import place, store, tiles
+from ..activations import activations
+from ..activations.activations import place, store, tiles
 from ..tile import load, remaining, tile_offsets
 from ..tiling import COSTS, Cost, Plan, launch
 
@@ -93,10 +93,10 @@ def _distribution_loss_backward_kernel(
     for tile in tl.range(program, tiles(M, V, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, V, BLOCK_M, BLOCK_N)
         row_mask = rows < remaining(M, row, BLOCK_M)
-        x = elementwise.load(x_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
-        y = elementwise.load(y_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
+        x = activations.load(x_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
+        y = activations.load(y_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
         if ELEMENTWISE:
-            grad = elementwise.load(grad_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
+            grad = activations.load(grad_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
         else:
             grad = load(grad_ptr + row, rows, row_mask)
         of_x, of_y = slopes(x, y, scalar, KIND, False)
@@ -138,7 +138,7 @@ def launch_backward(
     each = grad.dim() == 2
     kind = "labelled_jsd" if form.kind == "jsd" and within is not None else form.kind
     grad = (grad if each else grad.expand(x.shape[0])).contiguous()
-    elementwise.launch_tiles(
+    activations.launch_tiles(
         f"distribution_loss_{kind}_backward", _distribution_loss_backward_kernel, plan,
         [x, y, dx, dy, grad], form.scalar, within,
         KIND=form.kind, ELEMENTWISE=each,

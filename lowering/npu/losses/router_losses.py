@@ -13,8 +13,7 @@ from .... import library
 from ....ops.losses.router_losses import LAYERS
 from ...common.definition import fill_by_definition
 from ...common.losses.loss_math import softmax_and_lse
-from ...common.sizes import cdiv
-from ...common.tensors import flat
+from ...common.tensors import cdiv, flat
 from ...common.triton_math import LOWEST
 from .. import tiling
 from ..partial_sums import partial_sums, summed

@@ -7,8 +7,7 @@ import triton.language as tl
 
 from .... import library
 from ...common.norms.dyt_math import dyt_gradients, dyt_result
-from ...common.sizes import cdiv
-from ...common.tensors import contiguous
+from ...common.tensors import cdiv, contiguous
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, tile_offsets

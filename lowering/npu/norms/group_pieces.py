@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv
+from ...common.tensors import cdiv
 from ..partial_sums import summed
 from ..tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
 from ..tiling import GroupShape, Plan, launch

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from ...common.norms.layer_norm import register
 from ...common.norms.modulation import PLAIN, Modulation
-from ...common.sizes import cdiv
-from ...common.tensors import contiguous
+from ...common.tensors import cdiv, contiguous
 from .. import tiling
 from ..tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch
-from . import wide_backward
+from . import norm_backward
 from .modulation import modulated_tile, plan_modulation, within_samples
-from .norm_backward import NormBackward
+from .norm_backward import NormBackward, launch_kept_backward
 from .resident_rows import kept_mean, kept_or_loaded, kept_row, piece
-from .resident_rows_backward import launch_kept_backward
 
 # whole (1, 4096): 66.9% | 50.1%, padded 75.2% | 58.5%. wide (1, 2048): 89.7% | 85.6%.
 # kept with the weights, 16384 in pieces of 1024: 87.6%, fp32 8192 of 1024: 85.5%.
@@ -326,8 +324,8 @@ def launch_layer_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
             norm.dy, x, norm.weight, norm.scale, mean, rstd, mean_g, projection,
             M, N, norm.rows_of_weight, norm.eps,
         )  # fmt: skip
-        statistics = wide_backward.NormStatistics(rstd, projection, mean, mean_g)
-        wide_backward.launch_wide_backward(norm, statistics, forced)
+        statistics = norm_backward.NormStatistics(rstd, projection, mean, mean_g)
+        norm_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)
     norm.launch(

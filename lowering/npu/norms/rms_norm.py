@@ -15,17 +15,15 @@ from torch import Tensor
 
 from ...common.norms.modulation import PLAIN, Modulation
 from ...common.norms.rms_norm import register, rms_mode
-from ...common.sizes import cdiv
-from ...common.tensors import contiguous
+from ...common.tensors import cdiv, contiguous
 from ...common.triton_math import rms_rstd, rms_scaled, rms_square
 from .. import tiling
 from ..tile import load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch, launch_rows
-from . import wide_backward
+from . import norm_backward
 from .modulation import modulated_tile, plan_modulation, within_samples
-from .norm_backward import NormBackward
+from .norm_backward import NormBackward, launch_kept_backward
 from .resident_rows import kept_or_loaded, kept_row, piece
-from .resident_rows_backward import launch_kept_backward
 
 # The backward of fused_add_rms_norm, which also reads ds, the gradient of x + residual.
 _KEPT_WITH_DS = (
@@ -337,8 +335,8 @@ def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
             M, N, norm.rows_of_weight, *numbers,
             NEEDS_DX=norm.dx is not None,
         )  # fmt: skip
-        statistics = wide_backward.NormStatistics(rstd=rstd, projection=projection)
-        wide_backward.launch_wide_backward(norm, statistics, forced)
+        statistics = norm_backward.NormStatistics(rstd=rstd, projection=projection)
+        norm_backward.launch_wide_backward(norm, statistics, forced)
         return
     splits = norm.splits(plan)
     tensors = (norm.dy, norm.ds, norm.x, norm.weight, norm.dx)

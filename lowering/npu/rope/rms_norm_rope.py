@@ -14,15 +14,13 @@ from torch import Tensor
 
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
-from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous, unit_stride
+from ...common.tensors import cdiv, contiguous, next_power_of_2, unit_stride
 from ...common.triton_math import rms_rstd, rms_scaled, rms_square, rounded
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, within
 from ..tiling import COSTS, Cost, Plan, launch
-from .rope import rotate
-from .rope_tiles import Tables, load_pairs, load_tables, store_pairs, tables_of
+from .rope import Tables, load_pairs, load_tables, rotate, store_pairs, tables_of
 
 # Costs per pair of elements, or per two of the elements after the pairs if these are more.
 # 1024 pairs: 48.6% | 38.2%, 2048: 97.2% | 76.4%.

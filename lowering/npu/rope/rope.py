@@ -1,24 +1,213 @@
-"""rope, first of q, then of k. A work item is a tile of positions and pairs, for all heads.
+"""Tiles of rope's pairs and tables, (positions, pairs), and the kernels' arguments for tables.
+
+rope, first of q, then of k. A work item is a tile of positions and pairs, for all heads.
 
 One kernel for both would halve the tile, because each loop over heads has its own double buffers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ....ops.rope.rope import pairs_of, rotated_columns
-from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import unit_stride
+from ....ops.rope.rope import PairLayout, holds_matrices, pairs_of, rotated_columns
+from ...common.tensors import cdiv, next_power_of_2, unit_stride
 from .. import tiling
-from ..tile import remaining
+from ..tile import load, remaining
 from ..tiling import COSTS, Cost, Plan, launch
-from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of
+
+
+@triton.jit
+def load_pairs(
+    ptr, stride, first, row_mask, HALF,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load the two elements of BLOCK_N pairs from the pair `first` on; rows are `stride` apart."""
+    rows = tl.arange(0, BLOCK_M)[:, None] * stride
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_N)[None, :]
+        mask = row_mask & (cols < 2 * remaining(HALF, first, BLOCK_N))
+        x = load(ptr + 2 * first, rows + cols, mask)
+        a, b = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        cols = tl.arange(0, BLOCK_N)[None, :]
+        mask = row_mask & (cols < remaining(HALF, first, BLOCK_N))
+        a = load(ptr + first, rows + cols, mask)
+        b = load(ptr + first + HALF, rows + cols, mask)
+    return a, b
+
+
+@triton.jit
+def _load_columns(
+    ptr, rows, row_mask, cols, first, size, end_0, end_1, stride_t,
+    HAS_SECTIONS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Load columns of a table from `first` on; with sections, the columns before end_0 are from the
+    first table, those before end_1 from the second and the others from the third.
+
+    Each load is of a range of columns: if the table were chosen per column, every element would be
+    loaded separately. triton-ascend 3.2.0 crashes if a range's lower end is masked first.
+    """
+    stop = tl.maximum(remaining(size, first, BLOCK), 0)
+    if HAS_SECTIONS:
+        stop_0 = tl.maximum(remaining(end_0, first, BLOCK), 0)
+        stop_1 = tl.maximum(remaining(end_1, first, BLOCK), 0)
+        ptr += first
+        x = load(ptr, rows + cols, row_mask & (cols < stop_0))
+        x += load(ptr + stride_t, rows + cols, row_mask & (cols < stop_1) & (cols >= stop_0))
+        x += load(ptr + 2 * stride_t, rows + cols, row_mask & (cols < stop) & (cols >= stop_1))
+    else:
+        x = load(ptr + first, rows + cols, row_mask & (cols < stop))
+    return x
+
+
+@triton.jit
+def _load_table(
+    ptr, stride, first, row_mask, HALF, SECTION_0, SECTION_1, stride_t,
+    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load a table's numbers for both elements of BLOCK_N pairs from the pair `first` on."""
+    rows = tl.arange(0, BLOCK_M)[:, None] * stride
+    if INTERLEAVED and not PER_PAIR:
+        x = _load_columns(
+            ptr, rows, row_mask, tl.arange(0, 2 * BLOCK_N)[None, :],
+            2 * first, 2 * HALF, 2 * SECTION_0, 2 * SECTION_1, stride_t,
+            HAS_SECTIONS, 2 * BLOCK_N,
+        )  # fmt: skip
+        a, b = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        cols = tl.arange(0, BLOCK_N)[None, :]
+        a = _load_columns(
+            ptr, rows, row_mask, cols, first, HALF, SECTION_0, SECTION_1, stride_t,
+            HAS_SECTIONS, BLOCK_N,
+        )  # fmt: skip
+        b = a
+        if not PER_PAIR:
+            b = _load_columns(
+                ptr + HALF, rows, row_mask, cols, first, HALF, SECTION_0, SECTION_1, stride_t,
+                HAS_SECTIONS, BLOCK_N,
+            )  # fmt: skip
+    return a, b
+
+
+@triton.jit
+def store_pairs(
+    ptr, stride, first, row_mask, HALF, a, b,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store the two elements of BLOCK_N pairs from the pair `first` on."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_M)[:, None] * stride
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_N)[None, :]
+        mask = row_mask & (cols < 2 * remaining(HALF, first, BLOCK_N))
+        tl.store(ptr + 2 * first + (rows + cols), tl.interleave(a, b).to(dtype), mask=mask)
+    else:
+        cols = tl.arange(0, BLOCK_N)[None, :]
+        mask = row_mask & (cols < remaining(HALF, first, BLOCK_N))
+        tl.store(ptr + first + (rows + cols), a.to(dtype), mask=mask)
+        tl.store(ptr + first + HALF + (rows + cols), b.to(dtype), mask=mask)
+
+
+@triton.jit
+def load_tables(
+    cos_ptr, sin_ptr, batch, s, first, row_mask, HALF, SECTION_0, SECTION_1,
+    cos_stride_t, cos_stride_b, cos_stride_s, sin_stride_t, sin_stride_b, sin_stride_s,
+    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, COMPLEX: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr, BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load cos and sin for both elements of BLOCK_N pairs, at BLOCK_M positions from s on."""
+    cos_a, cos_b = _load_table(
+        cos_ptr + batch * cos_stride_b + s * cos_stride_s, cos_stride_s,
+        first, row_mask, HALF, SECTION_0, SECTION_1, cos_stride_t,
+        INTERLEAVED, PER_PAIR, HAS_SECTIONS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if COMPLEX:
+        # The real and the imaginary part are adjacent, like elements of an interleaved pair.
+        sin_a = cos_b
+        sin_b = cos_b
+        cos_b = cos_a
+    else:
+        sin_a, sin_b = _load_table(
+            sin_ptr + batch * sin_stride_b + s * sin_stride_s, sin_stride_s,
+            first, row_mask, HALF, SECTION_0, SECTION_1, sin_stride_t,
+            INTERLEAVED, PER_PAIR, HAS_SECTIONS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    if BACKWARD:
+        # The transpose of the rotation: -sin, with the numbers of a pair's elements swapped.
+        swapped = sin_a
+        sin_a = -sin_b
+        sin_b = -swapped
+    return cos_a, cos_b, sin_a, sin_b
+
+
+def _table_strides(table: Tensor) -> list[int]:
+    """Return a table's strides over sections, batch and positions, 0 for a dimension of size 1."""
+    strides = [
+        0 if size == 1 else stride
+        for size, stride in zip(table.shape[:-1], table.stride()[:-1], strict=True)
+    ]
+    return [0] * (3 - len(strides)) + strides
+
+
+def _interleaved_tables(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tables of cos and sin, for elements of interleaved pairs, from a matrix for each pair.
+
+    A kernel would load a matrix of the pair number by number.
+    """
+    cos = torch.stack((matrices[..., 0, 0], matrices[..., 1, 1]), -1)
+    sin = torch.stack((-matrices[..., 0, 1], matrices[..., 1, 0]), -1)
+    return cos.flatten(-2), sin.flatten(-2)
+
+
+class Tables(NamedTuple):
+    """Tables of cos and sin as a kernel takes them.
+
+    ends: The pairs at which the first and the second section end.
+    strides: Those of cos, then of sin, over sections, batch and positions.
+    interleaved: Whether x, y or the tables have interleaved pairs.
+    constants: The constexpr arguments for the tables.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    ends: tuple[int, int]
+    strides: tuple[int, ...]
+    interleaved: bool
+    constants: dict[str, Any]
+
+
+def tables_of(
+    cos: Tensor, sin: Tensor | None, pairs: PairLayout, per_pair: bool, sections: list[int] | None
+) -> Tables:
+    """Return the tables of a call, in a form that the kernels read in vectors."""
+    # Whether the tables have a number for each element of interleaved pairs.
+    interleaved = sin is None or (pairs.tables and not per_pair)
+    is_complex = cos.is_complex()
+    if is_complex:
+        cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
+    elif holds_matrices(cos, sin):
+        cos, sin = _interleaved_tables(cos)
+    assert sin is not None
+    cos, sin = map(unit_stride, (cos, sin))
+    first, second, _ = sections or (0, 0, 0)
+    return Tables(
+        cos, sin, (first, first + second), (*_table_strides(cos), *_table_strides(sin)),
+        any((*pairs[:2], interleaved)),
+        {
+            "X_INTERLEAVED": pairs.x, "Y_INTERLEAVED": pairs.y, "INTERLEAVED": interleaved,
+            "PER_PAIR": per_pair and not interleaved, "COMPLEX": is_complex,
+            "HAS_SECTIONS": sections is not None,
+        },
+    )  # fmt: skip
+
 
 # Costs per pair of elements.
 # 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attention_models import SIZES, batch, blocks_everywhere, fuse_attention, model, step
 from liger_ops import fuse, unfuse
 from liger_ops.fusion import classes
-from liger_ops.fusion.attention import attention, attention_positions, attention_probe
+from liger_ops.fusion.attention import attention, attention_positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -115,10 +115,10 @@ def test_sinks_and_caps_are_recognised_by_what_is_computed() -> None:
     def always_capped(*args: Any, softcap: float | None, **options: Any) -> Any:
         return capped(*args, softcap=softcap or 30.0, **options)
 
-    assert attention_probe.addition(sinks) == "sinks"
-    assert attention_probe.addition(capped) == "softcap"
+    assert attention.addition(sinks) == "sinks"
+    assert attention.addition(capped) == "softcap"
     for other in (wider, doubled, always_capped, LLAMA_CODE.eager_attention_forward, lambda: None):
-        assert attention_probe.addition(other) is None
+        assert attention.addition(other) is None
 
 
 def test_copies() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_ops.lowering.common.attention.causal_convolution import CausalConvolution
-from liger_ops.lowering.cuda.attention import causal_convolution as cuda
+from liger_ops.lowering.common.attention.multi_token_attention import CausalConvolution
+from liger_ops.lowering.cuda.attention import multi_token_attention as cuda
 from op_under_test import DEVICE, Values
 
 pytestmark = pytest.mark.device_kernels

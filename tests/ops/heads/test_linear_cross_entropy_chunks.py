@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from head_calls import EVERY_DTYPE, call, leaves
 from liger_ops.lowering.common.heads.chunked_head import chunked_tokens
-from liger_ops.ops.heads.chunks import ENVIRONMENT, chunks
 from liger_ops.ops.heads.gradients import WEIGHT, gradient_dtypes
-from liger_ops.ops.heads.head import Head
+from liger_ops.ops.heads.head import ENVIRONMENT, Head, chunks
 from linear_cross_entropy_cases import (
     HeadCase,
 )

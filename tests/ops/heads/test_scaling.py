@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.lowering.cuda.heads.heads import scale
-from liger_ops.ops.heads import scaling
+from liger_ops.ops.heads import head
 from op_under_test import DEVICE
 
 pytestmark = pytest.mark.device_kernels
@@ -43,31 +43,31 @@ def gradient_of(dtype: torch.dtype) -> Tensor:
 def test_the_kernel_rounds_once(dtype: torch.dtype, result: torch.dtype, rows: int) -> None:
     gradient, factor = gradient_of(dtype), torch.rand(rows, 1, device=DEVICE)
     expected = (gradient.float() * factor).to(result)
-    with patch.dict(scaling.scales, {DEVICE: Calls()}) as scales:
-        assert torch.equal(scaling.scaled(gradient, factor, result), expected)
+    with patch.dict(head.scales, {DEVICE: Calls()}) as scales:
+        assert torch.equal(head.scaled(gradient, factor, result), expected)
         if dtype is result:
-            assert scaling.scale_(gradient, factor) is gradient
+            assert head.scale_(gradient, factor) is gradient
             assert torch.equal(gradient, expected)
         assert len(scales[DEVICE]) == 1 + (dtype is result)
 
 
 def test_the_kernel_is_not_called_where_it_would_be_wrong() -> None:
     calls = Calls()
-    with patch.dict(scaling.scales, {DEVICE: calls}):
+    with patch.dict(head.scales, {DEVICE: calls}):
         gradient, factor = gradient_of(torch.bfloat16), torch.rand(1, 1, device=DEVICE)
         expected = (gradient.float() * factor).bfloat16()
         # Autograd would not see it, or a mode, or a transform.
-        assert torch.equal(scaling.scaled(gradient, factor, torch.bfloat16), expected)
+        assert torch.equal(head.scaled(gradient, factor, torch.bfloat16), expected)
         with torch.no_grad(), Mode():
-            assert torch.equal(scaling.scaled(gradient, factor, torch.bfloat16), expected)
+            assert torch.equal(head.scaled(gradient, factor, torch.bfloat16), expected)
         with torch.no_grad():
-            batched = torch.vmap(lambda row: scaling.scaled(row, factor[0], torch.bfloat16))
+            batched = torch.vmap(lambda row: head.scaled(row, factor[0], torch.bfloat16))
             assert torch.equal(batched(gradient), expected)
             # Rows that are not adjacent.
             apart = gradient_of(torch.bfloat16).t()
             expected = (apart.float() * factor).bfloat16()
-            assert torch.equal(scaling.scale_(apart, factor), expected)
+            assert torch.equal(head.scale_(apart, factor), expected)
             if DEVICE != "npu":
                 wide = gradient.double()
-                assert torch.equal(scaling.scaled(wide, factor, wide.dtype), wide * factor)
+                assert torch.equal(head.scaled(wide, factor, wide.dtype), wide * factor)
     assert not calls

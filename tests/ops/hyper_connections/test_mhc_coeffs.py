@@ -9,7 +9,7 @@ from torch import nn
 import liger_ops
 import op_checks
 from liger_ops import library
-from liger_ops.lowering.common.hyper_connections import mhc_products
+from liger_ops.lowering.common.hyper_connections import mhc_coeffs
 from mhc_cases import INPUTS, RESULTS
 from op_table import OPS
 from op_under_test import EVERY_FOLDER, FOLDERS
@@ -48,9 +48,9 @@ def test_a_gradient_that_is_none_is_zero(folder: str, given: int) -> None:
 @pytest.mark.parametrize("dtype", (BF16, FP32))
 def test_chunks_of_rows(folder: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows of x at a time."""
-    monkeypatch.setattr(mhc_products, "CHUNK_BYTES", 3 * 4 * 2 * 20)
+    monkeypatch.setattr(mhc_coeffs, "CHUNK_BYTES", 3 * 4 * 2 * 20)
     case = OP.case(shape=(10, 2, 20), dtype=dtype)
-    assert len(list(mhc_products.row_chunks(torch.empty(10, 40)))) == 4
+    assert len(list(mhc_coeffs.row_chunks(torch.empty(10, 40)))) == 4
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
@@ -60,10 +60,10 @@ def test_bfloat16_parts_add_up(dtype: torch.dtype) -> None:
     """To the last bit of a float32, from which a product by parts follows."""
     torch.manual_seed(0)
     wide = (torch.randn(40, 7) * torch.logspace(-8, 4, 40).unsqueeze(1)).to(dtype)
-    parts = mhc_products.bfloat16_parts(wide)
+    parts = mhc_coeffs.bfloat16_parts(wide)
     assert parts.shape == ((40, 7) if dtype is BF16 else (40, 21))
     identity = torch.eye(40)
-    sums = mhc_products.summed_parts(identity @ parts.float(), 7)
+    sums = mhc_coeffs.summed_parts(identity @ parts.float(), 7)
     assert torch.equal(sums, wide.float())
 
 

@@ -17,8 +17,7 @@ from causal_masks import OP, Mask, causal, columns, rows
 from index_programs import conditions, masks, value_at
 from liger_ops.rewrites.attention import causal_attention
 from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
-from liger_ops.rewrites.attention.mask.proof import departure, visible_keys, window
-from liger_ops.rewrites.attention.mask.region import everywhere
+from liger_ops.rewrites.attention.mask.proof import departure, everywhere, visible_keys, window
 from liger_ops.rewrites.engine.maps.algebra import Unknown, is_condition
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from liger_ops.rewrites.engine.casts import represents, rounding, through_casts
-from liger_ops.rewrites.engine.replay import replay
+from liger_ops.rewrites.engine.insertion import replay
 
 f8, i8 = torch.float8_e4m3fn, torch.int8
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from liger_ops.rewrites.engine.effects import written
-from liger_ops.rewrites.engine.memory import ANYWHERE, memory
+from liger_ops.rewrites.engine.effects import ANYWHERE, memory, written
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 )
 
 import ranks
-from liger_ops.distributed.vocab_parallel.collectives import gathered, scattered_sum
+from liger_ops.distributed.vocab_parallel.shard import gathered, scattered_sum
 
 SEQUENCE = 2
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 from liger_ops.fusion import fuse
-from liger_ops.fusion.attention import attention_mask
+from liger_ops.fusion.attention import attention_function
 
 # The sequence length: two blocks of a block mask, the last of them not full.
 LENGTH = 150
@@ -121,7 +121,7 @@ def step(made: nn.Module, inputs: dict[str, Tensor], call: Any = None) -> dict[s
 def blocks_everywhere() -> Iterator[None]:
     """Use block masks and flex_attention on the CPU, where it has a gradient unless compiled."""
     with (
-        mock.patch.object(attention_mask, "EVERYWHERE", True),
+        mock.patch.object(attention_function, "EVERYWHERE", True),
         mock.patch.object(flex_attention, "_validate_device", lambda *_: None),
     ):
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from liger_ops.lowering.common.sizes import next_power_of_2
+from liger_ops.lowering.common.tensors import next_power_of_2
 from op_under_test import Case, OpUnderTest
 
 
@@ -64,8 +64,8 @@ def plan_of_heads(folder: str, case: Case, rows: int, columns: int) -> Any:
 
 def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
     from liger_ops.lowering.cuda.norms.group.group_cached import Walk
+    from liger_ops.lowering.cuda.norms.group.group_norm import WholeGroup
     from liger_ops.lowering.cuda.norms.group.group_pieces import Pieces
-    from liger_ops.lowering.cuda.norms.group.group_whole import WholeGroup
 
     C_G, S = case.shape[1] // case.num_groups, math.prod(case.shape[2:])
     if rows > 2:

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from ....ops.experts.moe_experts import moe_experts
 from ... import classes, sharding, tensor_parallel
+from ...lora import experts as peft_experts
 from ...planning import FusionPlan
 from ...probing import NotAnOp
 from ...versions import read
@@ -31,7 +32,6 @@ from ..installed import ModuleFacts, argument_arranger, methods_of
 from ..kind import obstacle, parameter_obstacle
 from ..module_trace import ModuleTrace, Traced
 from ..program import Program, Value
-from . import peft_experts
 from .dense_experts import DenseExperts
 
 # The file of transformers whose decorator makes a forward that looks its function up by name, and

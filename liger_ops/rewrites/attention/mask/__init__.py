@@ -7,6 +7,6 @@ graph is compiled for. Importing the modules of rules registers them.
 docs/internals/masks.md has an example.
 """
 
-from . import comparisons, rules
+from . import rules
 
 __all__ = ["comparisons", "rules"]

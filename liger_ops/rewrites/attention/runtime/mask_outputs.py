@@ -19,11 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....torch_private import FakeTensor
 from ...engine.canonical import value
-from ...engine.failure import guarded
+from ...engine.effects import is_plain
 from ...engine.graph_state import GraphState, needed_by
 from ...engine.insertion import derive
 from ...engine.maps.algebra import Unknown, data_of
-from ...engine.memory import is_plain
+from ...engine.report import guarded
 from ..mask.blocks import dense_datum
 from ..mask.evaluate import IndexFunctions
 from ..mask.proof import visible_keys

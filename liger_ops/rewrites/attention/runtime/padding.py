@@ -16,14 +16,13 @@ from torch import Tensor, fx
 
 from ....torch_private import assert_async
 from ...engine.canonical import value
+from ...engine.effects import is_plain
 from ...engine.graph_state import GraphState, needed_by
 from ...engine.insertion import derive
 from ...engine.maps.algebra import Condition, Unknown, comparisons, data_of
-from ...engine.memory import is_plain
 from ...engine.report import Report
-from ..attention import attentions, mask_of
-from ..mask.scopes import Scope, scopes
-from ..masks import Mask, visible
+from ..attention import Mask, attentions, mask_of, visible
+from ..mask.evaluate import Scope, scopes
 from ..unfused_attention import unfused_attentions
 from .mask_outputs import is_ones
 from .variants import InputCheck, InputState, duplicate, inputs_of

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ....torch_private import FakeTensor, TracingContext, tracing
 from ...engine.canonical import value
-from ...engine.failure import guarded
+from ...engine.report import guarded
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

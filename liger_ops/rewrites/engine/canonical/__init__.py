@@ -12,7 +12,7 @@ an op of liger_ops has all arguments of the op's definition.
 Importing the modules of this package registers their spellings.
 """
 
-from . import arithmetic, dtypes, functional, losses, views
+from . import arithmetic, dtypes, functional, views
 from .call import (
     COMMUTATIVE,
     IDENTITY,

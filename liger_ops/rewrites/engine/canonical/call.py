@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ....torch_private import OpOverload, OpOverloadPacket
-from ..recognise import bound, op_of
+from ..report import bound, op_of
 
 
 class Call(NamedTuple):

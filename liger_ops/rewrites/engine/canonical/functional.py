@@ -1,5 +1,8 @@
 """Activations, norms, matrix products, and the operations of attention that are neither arithmetic
-nor views."""
+nor views.
+
+Classification losses, and the operations that models compose them of.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ....torch_private import native_linear
-from .call import IDENTITY, Call, calls, declared, is_tensor, spelled
+from .call import IDENTITY, Call, calls, declared, dimension, is_tensor, spelled
 
 declared("silu", "input inplace!=False", F.silu)
 declared("gelu", "input approximate='none'", F.gelu)
@@ -63,3 +66,20 @@ def _einsum(equation: Any, *operands: Any) -> Call:
 
 
 spelled("where")(lambda input, condition, other: Call("where", (condition, input, other)))
+
+
+_OPTIONS = "size_average!=None ignore_index=-100 reduce!=None reduction='mean'"
+declared(
+    "cross_entropy", f"input target weight=None {_OPTIONS} label_smoothing=0.0", F.cross_entropy
+)
+declared("nll_loss", f"input target weight=None {_OPTIONS}", F.nll_loss)
+declared(
+    "logsumexp", "input dim+ keepdim=False", torch.logsumexp, torch.special.logsumexp, "logsumexp"
+)
+declared("gather", "input dim index sparse_grad!=False", torch.gather, "gather")
+spelled(torch.take_along_dim, "take_along_dim")(
+    lambda input, indices, dim=None: Call("gather", (input, dimension(input, dim), indices))
+)
+declared("full_like", "input fill_value", torch.full_like)
+declared("scatter", "input dim index src", torch.scatter, "scatter", "scatter_")
+declared("sum", "input dim+=None keepdim=False dtype=None", torch.sum, "sum")

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from ...engine.canonical import IDENTITY, calls, canonical, is_tensor, same, value
+from ...engine.casts import is_marked, mark, modes_of
 from ...engine.graph_state import GraphState
 from ...engine.insertion import Refused, View, derive, items, viewed
-from ...engine.outside_autocast import is_marked, mark, modes_of
 from ...engine.pattern import Pattern, last_operation
 from ...engine.report import Report
 from ...engine.rewrite import (

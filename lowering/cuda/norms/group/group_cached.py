@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....common.sizes import cdiv, next_power_of_2
+from ....common.tensors import cdiv, next_power_of_2
 from ....common.triton_math import folded, to_float32_again
 from ...launch import Table, launch, on_nvidia, plan_for, processors
-from ...row_sums import four_sums, mean_and_rstd, near_mean, two_totals
+from ...sums import four_sums, mean_and_rstd, near_mean, two_totals
 from .group_plan import GroupedShape, GroupPlan, per_channel
 
 

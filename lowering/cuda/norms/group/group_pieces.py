@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ....common.sizes import cdiv, next_power_of_2
+from ....common.tensors import cdiv, next_power_of_2
 from ...launch import dependent_launch, launch, processors
-from ...row_sums import two_sums
+from ...sums import two_sums
 from .group_plan import GroupedShape, GroupPlan, per_channel
 
 

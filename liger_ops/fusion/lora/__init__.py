@@ -1,0 +1,1 @@
+"""LoRA of peft: layers, heads and experts become ops."""

@@ -1,1 +1,0 @@
-"""Triton kernels: rms_norm with a gate."""

@@ -1,0 +1,122 @@
+"""attn_res: the number of blocks is not 0.
+
+multi_token_attention: the sizes of the convolution and of its result.
+
+neighborhood_attention: the heads, and the windows of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...ops.attention.multi_token_attention import Convolution
+from ...ops.attention.windows import per_dimension
+from .. import checks
+from ..checks import op
+from ..lines import also, gives
+
+
+@also("attn_res")
+def blocks(call: Any) -> None:
+    if call.x.shape[0] == 0:
+        raise ValueError(
+            f"{op(call)}: x must have at least one block, got shape {tuple(call.x.shape)}"
+        )
+
+
+@also("multi_token_attention", first=True)
+def convolution(call: Any) -> None:
+    """Check the shapes and options from which the size of the result is computed."""
+    scores, weight, groups = call.scores, call.weight, call.groups
+    if scores.dim() != 4 or scores.shape[2] != scores.shape[3] or scores.shape[2] < 1:
+        raise ValueError(
+            f"{op(call)}: scores must be (B, C, L, L), with L at least 1, got shape"
+            f" {tuple(scores.shape)}"
+        )
+    if weight.dim() != 4 or 0 in weight.shape:
+        raise ValueError(
+            f"{op(call)}: weight must be (E, G, P, Q), none of them 0, got shape"
+            f" {tuple(weight.shape)}"
+        )
+    channels = scores.shape[1]
+    if groups < 1 or channels % groups != 0 or weight.shape[0] % groups != 0:
+        raise ValueError(
+            f"{op(call)}: groups must divide the {channels} channels of scores and the"
+            f" {weight.shape[0]} rows of weight, got {groups}"
+        )
+    if weight.shape[1] != channels // groups:
+        raise ValueError(
+            f"{op(call)}: weight must be (E, {channels // groups}, P, Q) for {channels} channels of"
+            f" scores and groups of {groups}, got shape {tuple(weight.shape)}"
+        )
+    for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        values = per_dimension(getattr(call, name), 2)
+        if len(values) != 2 or min(values) < least:
+            raise ValueError(
+                f"{op(call)}: {name} must be one or two ints of at least {least}, got {values}"
+            )
+    rows, columns = Convolution.of(call).sizes(scores.shape[2:], weight.shape[2:])
+    if rows < 1 or rows != columns:
+        raise ValueError(
+            f"{op(call)}: weight, stride, padding and dilation must give as many columns as rows,"
+            f" and at least 1, got {rows} rows and {columns} columns"
+        )
+
+
+@gives("L'", "multi_token_attention")
+def rows_of_result(call: Any) -> tuple[int]:
+    return (Convolution.of(call).sizes(call.scores.shape[2:], call.weight.shape[2:])[0],)
+
+
+MOST_COLUMNS = 256
+
+gives("like", "neighborhood_attention")(checks.in_layout_of)
+
+
+@also("neighborhood_attention")
+def heads(call: Any) -> None:
+    op, shape, key_heads = checks.op(call), tuple(call.query.shape), call.key.shape[1]
+    if len(shape) not in (4, 5):
+        raise ValueError(f"{op}: query must have one or two spatial dimensions, got shape {shape}")
+    if not 1 <= shape[-1] <= MOST_COLUMNS:
+        raise ValueError(
+            f"{op}: query must have from 1 to {MOST_COLUMNS} elements in its last dimension,"
+            f" got {shape[-1]}"
+        )
+    if key_heads < 1 or shape[1] % key_heads != 0:
+        raise ValueError(
+            f"{op}: the heads of key must divide the {shape[1]} of query, got {key_heads}"
+        )
+
+
+@also("neighborhood_attention")
+def windows(call: Any) -> None:
+    op, lengths = checks.op(call), call.query.shape[2:-1]
+    dims = len(lengths)
+    options = {}
+    for name in ("kernel_size", "dilation", "is_causal"):
+        options[name] = per_dimension(getattr(call, name), dims)
+        if len(options[name]) != dims:
+            raise ValueError(
+                f"{op}: {name} must be one value or one for each of {dims} dimensions,"
+                f" got {options[name]}"
+            )
+        if name == "is_causal":
+            # The schema has ints for it, because PyTorch has no type for a bool or a list of them.
+            if not set(options[name]) <= {0, 1}:
+                raise ValueError(f"{op}: is_causal must be True or False, got {options[name]}")
+        elif min(options[name]) < 1:
+            raise ValueError(f"{op}: {name} must be at least 1, got {options[name]}")
+    for length, size, dilation, is_causal in zip(lengths, *options.values(), strict=True):
+        if is_causal:
+            continue
+        if call.border == "clipped" and size % 2 == 0:
+            raise ValueError(
+                f"{op}: kernel_size must be odd if border is 'clipped' and the dimension is not"
+                f" causal, got {size}"
+            )
+        if call.border == "shifted" and size * dilation > length:
+            raise ValueError(
+                f"{op}: kernel_size * dilation must be at most the {length} positions of the"
+                f" dimension if border is 'shifted', got {size} * {dilation}"
+            )
