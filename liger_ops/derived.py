@@ -1,9 +1,9 @@
-"""Derive an op's schema, and the named tuple of its arguments, from its definition's signature.
+"""Derive what an op registers from its definition: the schema and the named tuple of its arguments,
+and the definitions of `<op>_forward` and `<op>_backward`.
 
-Derive the definitions of `<op>_forward` and `<op>_backward`: their signatures from a string form
-and the signature of `<op>`, and the computation of a backward op by autograd.
-
-A form lists arguments, and for a backward op "->" and results: "dy x weight eps -> dx dweight".
+The signatures of these come from a string form and the signature of `<op>`. The computation of a
+backward op is by autograd. A form lists arguments, and for a backward op "->" and results: "dy x
+weight eps -> dx dweight".
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Find the sizes of a line's axes in the shapes of a call's arguments.
-
-Checks of a call's arguments, compiled from the axes line and the options of its op.
+"""Checks of a call's arguments, compiled from the axes line and the options of its op, and the
+sizes of the line's axes in the shapes of the arguments.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Remember which warnings about a module were given.
-
-Record what `fuse` assumes about a module while its code is traced, and compare it in each call.
+"""Record what `fuse` assumes about a module while its code is traced, and compare it in each call.
 
 A fused forward computes what the module's code computed in a trace. `Reads` records which
 attributes that code reads: of the module, of the children that a fused forward does not call, and
 of objects such as a configuration. `Assumptions` holds their values. If one differs in a call, the
-module's own code runs.
+module's own code runs, with one warning.
 
 Dynamo traces the comparison, and makes guards of it. It does not guard on the hooks of any module,
 fused or not (`torch._dynamo.config.skip_nnmodule_hook_guards`).

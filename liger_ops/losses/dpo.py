@@ -1,7 +1,4 @@
-"""f-divergences of f-DPO: the derivative f'(u), as a function of log u.
-
-Direct preference optimisation (DPO), and later losses of preference pairs.
-"""
+"""Direct preference optimisation (DPO), f-DPO, and later losses of preference pairs."""
 
 from __future__ import annotations
 

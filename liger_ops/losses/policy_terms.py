@@ -1,10 +1,6 @@
-"""Importance ratios of policies, and estimates of their divergence.
-
-The policy terms among which `grpo_loss` chooses: a value for each token, from ratios.
-
-Reductions of the losses of tokens to that of a batch. Policy losses differ in the divisor.
-
-Thresholds of the entropy of tokens.
+"""Parts of policy losses: importance ratios of policies and estimates of their divergence, the
+terms among which `grpo_loss` chooses, a value for each token, their reductions to the loss of a
+batch, which differ in the divisor, and thresholds of the entropy of tokens.
 """
 
 from __future__ import annotations

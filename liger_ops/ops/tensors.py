@@ -1,12 +1,6 @@
-"""The dtype in which the definitions compute.
-
-Comparing shapes with data-dependent (unbacked) sizes.
-
-Memory layouts of results that follow the layout of an input.
-
-Applying an op of the last dimension along another dimension.
-
-The test by which a definition decides whether it may reuse memory.
+"""Helpers of the definitions: the dtype in which they compute, the memory layout of their results,
+comparisons of sizes that may be symbolic, another dimension than the last, and whether memory may
+be used again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The rewrites as a `pre_grad_custom_pass` of Inductor.
-
-Run the rewrites in every compilation by Inductor in this process.
+"""Run the rewrites in every compilation by Inductor in this process, or as a
+`pre_grad_custom_pass`.
 """
 
 from __future__ import annotations

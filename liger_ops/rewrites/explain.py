@@ -1,7 +1,4 @@
-"""Print findings as a table.
-
-Explain what the backend `liger` would do with a model.
-"""
+"""Explain what the backend `liger` would do with a model, and print it as a table."""
 
 from __future__ import annotations
 

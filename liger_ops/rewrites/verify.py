@@ -1,9 +1,8 @@
-"""Keep the state that a run of a model changes: its buffers, and the random number generators.
-
-Measure how a model's results change when its graph is rewritten, or when `fuse` changed it.
+"""Measure how a model's results change when its graph is rewritten, or when `fuse` changed it.
 
 The model runs on one batch, forward and backward: unchanged, changed, and unchanged with all
-arithmetic in a wider dtype. The third run is the truth, with which both others are compared.
+arithmetic in a wider dtype. The third run is the truth, with which both others are compared. What a
+run changes, the model's buffers and the random number generators, is kept and restored.
 
 A fused and an unfused model are also compared with each other, both in the wider dtype, where they
 may differ by its rounding alone. A lost term shows there, even if the rounding of the model's dtype

@@ -1,6 +1,4 @@
-"""The sums of embedding's backward, for both devices: see lowering/common/embedding.py.
-
-Host code of embedding, for both devices. The gather is PyTorch's.
+"""embedding on a device. The gather is PyTorch's.
 
 The backward sorts the indices (words): the positions of a word's rows of dy are then adjacent, a
 *run*. A program sums a chunk of positions, and stores the runs that lie in the chunk as rows of

@@ -1,7 +1,4 @@
-"""Integer arithmetic for the host code of every device.
-
-Operands of kernels, with the strides that the kernels expect.
-"""
+"""Operands of kernels with the strides that the kernels expect, and integer arithmetic of sizes."""
 
 from __future__ import annotations
 

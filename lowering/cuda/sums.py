@@ -1,8 +1,10 @@
-"""Sums over rows. Several sums are one reduction of joined tiles: their partial sums cross the
-shared memory together, and the warps of a program wait once.
+"""Sums over rows, and deterministic gradients of weights.
 
-Deterministic gradients of weights: programs store partial sums, and a kernel adds them in a
-fixed order. Atomics would add them in another order in each run.
+Several sums over rows are one reduction of joined tiles: their partial sums cross the shared memory
+together, and the warps of a program wait once.
+
+For the gradient of a weight programs store partial sums, and a kernel adds them in a fixed order.
+Atomics would add them in another order in each run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""attn_res: the number of blocks is not 0.
-
-multi_token_attention: the sizes of the convolution and of its result.
-
-neighborhood_attention: the heads, and the windows of positions.
+"""Attention ops: the number of blocks of attn_res, the sizes of multi_token_attention's
+convolution, and the heads and windows of neighborhood_attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Norms: options whose accepted values depend on the tensors.
-
-modulated_rms_norm and modulated_layer_norm: the rows of scale and shift.
+"""Norms: options whose accepted values depend on the tensors, and the rows of scale and shift of
+modulated norms.
 """
 
 from __future__ import annotations

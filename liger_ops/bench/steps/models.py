@@ -1,6 +1,5 @@
-"""Language models and batches whose training steps are timed, in the shapes of real models.
-
-A UNet like those of diffusion models, with random images.
+"""Language models and batches whose training steps are timed, in the shapes of real models, and a
+UNet like those of diffusion models, with random images.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The sizes of commonly trained models, from their published configurations.
-
-The classes of the bench's table: an op (Entry), and an op at one shape and dtype (Workload).
+"""The classes of the bench's table, an op (Entry), and an op at one shape and dtype (Workload); and
+the sizes of commonly trained models, from their published configurations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Groups of columns that the bounds between devices cut through.
-
-Norms, softmax and packed gates whose columns are sharded: a device computes its columns, and the
+"""Norms, softmax and packed gates whose columns are sharded: a device computes its columns, and the
 devices that share a row sum statistics of it. No activation moves between devices.
+
+The bounds between devices may cut through groups of columns.
 """
 
 from __future__ import annotations

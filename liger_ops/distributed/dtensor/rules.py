@@ -1,6 +1,5 @@
-"""Derive the sharding rule of an op from its schema and its axes line.
-
-Registration of the sharding rules with DTensor.
+"""Derive the sharding rule of an op from its schema and its axes line, and register it with
+DTensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Divergences over a sharded vocabulary.
-
-Divergence from a teacher's top k words, over a sharded vocabulary.
-"""
+"""Divergences over a sharded vocabulary, also from a teacher's top k words."""
 
 from __future__ import annotations
 

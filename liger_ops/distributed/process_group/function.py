@@ -1,6 +1,5 @@
-"""Make the functions over process groups, each of which has the arguments of an op, and a group.
-
-Run an op on a rank's words, with autograd.
+"""Make the functions over process groups, each of which has the arguments of an op, and a group,
+and runs the op on a rank's words, with autograd.
 """
 
 from __future__ import annotations

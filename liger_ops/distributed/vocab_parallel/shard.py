@@ -1,7 +1,6 @@
-"""Collectives of the sharded losses: PyTorch's functional ones, which torch.compile traces, and
-autograd functions for tensors that every rank uses.
-
-A rank's words of a sharded vocabulary.
+"""A rank's words of a sharded vocabulary, and the collectives of the sharded losses: PyTorch's
+functional ones, which torch.compile traces, and autograd functions for tensors that every rank
+uses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Find out whether a model's own attention code has sinks or a soft cap.
-
-Fuse the attention of transformers models, through transformers' registries.
+"""Fuse the attention of transformers models, through transformers' registries.
 
 A model's configuration names its attention implementation. `fuse` registers implementations of its
 own in the registries of attention and mask functions, and writes their names into configurations.
-They call the fastest engine for the masks that it takes, and the model's own functions otherwise.
+They call the fastest engine for the masks that it takes, and the model's own functions otherwise. A
+probe finds out whether the model's own attention code has sinks or a soft cap.
+
 The model that makes the masks also gets a class of its own. Its forward does not look for packed
 documents in position_ids that it made itself, and a copy in another process, which creates the
 class again, registers the names there.

@@ -1,20 +1,17 @@
-"""Block masks of flex_attention for any predicate of indices, without a dense mask in memory.
+"""The mask functions and attention functions that `fuse` registers in transformers.
 
-A mask function takes tensors of batch, head, query and key indices that broadcast, and returns
-whether the query attends to the key. Eager code evaluates a few rows of blocks at a time
-(`ELEMENTS`).
+A mask function makes a mask for the fastest exact engine. The mask is None if attention is causal
+and nothing else: scaled_dot_product_attention is then called with is_causal=True. Where
+flex_attention runs, other masks are block masks. The model's own mask function makes the mask on
+other devices, in float32, for queries that follow a cache, and for mask functions of users, which
+need not accept indices that broadcast.
 
-The attention functions that `fuse` registers in transformers.
+An attention function calls flash attention or flex_attention with a block mask, and with any other
+mask the model's own function: scaled_dot_product_attention, or the code in the model's file.
 
-With a block mask they call flash attention or flex_attention, and with any other mask the model's
-own function: scaled_dot_product_attention, or the code in the model's file.
-
-The mask functions that `fuse` registers in transformers: a mask for the fastest exact engine.
-
-The mask is None if attention is causal and nothing else: scaled_dot_product_attention is then
-called with is_causal=True. Where flex_attention runs, other masks are block masks. The model's own
-mask function makes the mask on other devices, in float32, for queries that follow a cache, and for
-mask functions of users, which need not accept indices that broadcast.
+A block mask is made of any predicate of indices, without a dense mask in memory: a function that
+takes tensors of batch, head, query and key indices that broadcast, and returns whether the query
+attends to the key. Eager code evaluates a few rows of blocks at a time (`ELEMENTS`).
 """
 
 from __future__ import annotations

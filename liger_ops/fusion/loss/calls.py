@@ -1,11 +1,10 @@
-"""Replace the calls of a model's head during one call of the model.
+"""Replace the calls of a model's head during one call of the model: they return deferred logits,
+and the replacement computes their losses.
 
 The model's own forward runs, on the model itself with its own head. The class of the head gets a
 `__call__` that looks for a replacement in a list of the current thread. Nothing is written to the
 model, so that calls in other threads, and calls that raise, do not interfere. torch.compile traces
 the look-up.
-
-The replacement of a head: its calls return deferred logits, and it computes their losses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The scale, soft cap, bias and cast of logits between the head and the loss.
-
-Logits that are not computed yet: hidden states and the operations recorded on their logits.
+"""Logits that are not computed yet: hidden states and the operations recorded on their logits,
+which are a scale, a soft cap, a bias and a cast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Logits that are not computed unless something needs them.
+"""Logits that are not computed unless something needs them, and their removal from a forward's
+output.
 
 The head of a model returns `DeferredLogits` for hidden states, and the model's own code works with
 them as with any tensor: they are a tensor without memory, and PyTorch passes every function that is
@@ -7,8 +8,6 @@ recorded: a positive factor, tanh, a cast to float32, a bias per class, and the 
 of rows. `cross_entropy` of the result calls the op. Any other function computes the logits: the
 head is called, PyTorch's own functions apply the recorded operations to its output, and the
 function is called with the result.
-
-Remove deferred logits from the output of a forward, and add values to it.
 """
 
 from __future__ import annotations

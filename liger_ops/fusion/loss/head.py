@@ -1,4 +1,5 @@
-"""Run the hooks of a head that FSDP2, DeepSpeed or tensor parallelism shards around its loss.
+"""Find the linear layer that is the head of a model in a call, and run the hooks that FSDP2,
+DeepSpeed or tensor parallelism put around it.
 
 If FSDP2 shards the head by itself, or in a group with the last norm as accelerate does, it gathers
 the head's weight in a hook before the forward. It reduces the gradient and frees the weight in
@@ -9,8 +10,6 @@ tensor.
 A fused loss does not call the head: FSDP2's hooks run around the loss instead, and the loss is
 given the input that tensor parallelism would make. A head with LoRA is a layer of peft, which FSDP2
 may shard, and which holds the linear layer that tensor parallelism shards.
-
-Find the linear layer that is the head of a model in a call.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Products of a gradient that a forward computed and the backward's factor.
+"""The head of a loss: a linear layer, which may have a LoRA.
 
-ATen converts a bfloat16 gradient element by element where the factor is float32: 1.28 ms for
-(75968, 4096) on an H100.
+Here are its tensors, their dtypes under autocast, the chunks of tokens or words in which a loss
+computes its logits, and the gradients that a forward has computed, for the definitions and the
+kernels' host code. HEAD names the tensors of a head. Masks and gradients have its order.
 
-The chunks of tokens, or of words, in which a loss over a vocabulary computes its logits.
-
-The head of a loss: a linear layer, which may have a LoRA.
-
-Here are its tensors, their dtypes under autocast, its chunks, and the gradients that a forward has
-computed, for the definitions and the kernels' host code. HEAD names the tensors of a head. Masks
-and gradients have its order.
+Products of such a gradient with the backward's factor are here too: ATen converts a bfloat16
+gradient element by element where the factor is float32, 1.28 ms for (75968, 4096) on an H100.
 """
 
 from __future__ import annotations

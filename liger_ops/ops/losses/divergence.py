@@ -1,6 +1,5 @@
-"""The divergence of the kind "cosine" and its gradient, from rows of scaled logits.
-
-The divergence of two distributions that are given by their logits.
+"""The divergence of two distributions that are given by their logits, and the kind "cosine", of
+rows of scaled logits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The masks of attention, and the condition that a query sees a key past all of them.
-
-Find calls of scaled_dot_product_attention in a graph, and replace candidates.
+"""Find calls of scaled_dot_product_attention in a graph, and replace candidates.
 
 A candidate is a call, or attention that is written out (`unfused_attention`), that a rewrite of
-attention either replaces or refuses.
+attention either replaces or refuses. Its masks become one condition: that a query sees a key past
+all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Emit block masks into a graph, one for all layers that share a mask.
-
-Insert calls of the operator flex_attention, with code that `fuse` shares.
+"""Insert calls of the operator flex_attention, with code that `fuse` shares, and emit block masks
+into a graph, one for all layers that share a mask.
 """
 
 from __future__ import annotations

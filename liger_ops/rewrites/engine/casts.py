@@ -1,7 +1,7 @@
-"""Which casts change values: a chain of casts changes none if each dtype in it has every value of
-the dtype that the chain starts from.
+"""Casts that change values, and casts by autocast.
 
-Run an op in the dtypes of its inputs where autocast would cast them.
+A chain of casts changes no value if each dtype in it has every value of the dtype that the chain
+starts from.
 
 Autocast casts the inputs of PyTorch's norms to float32, and therefore those of the norm ops too. A
 norm that a model writes out, in elementwise operations, runs in the dtypes of its inputs. The op

@@ -1,14 +1,12 @@
-"""Keys of the memory that holds the values of nodes: two values share memory if they share a key.
-
-A tensor has the key of its storage, as its views have. A tensor of unknown layout may be in any
-memory: its key is ANYWHERE.
-
-Find the memory that a node writes to, by running its call on fake tensors.
+"""Find the memory that a node writes to, by running its call on fake tensors.
 
 A mode records the operators that the call dispatches to. Their schemas say which tensors they
 write: `out` arguments, `inplace` arguments by name or by position, the tensors of in-place methods,
 running statistics, and the weights that `max_norm` renormalises. A call that cannot be run on fake
 tensors is taken to write everywhere.
+
+Memory has keys: two values share memory if they share a key. A tensor has the key of its storage,
+as its views have. A tensor of unknown layout may be in any memory: its key is ANYWHERE.
 
 A function of PyTorch dispatches to the same operators in every graph. The result for such a call is
 therefore cached for the whole process. The key has each input's dtype, device and sizes, where a

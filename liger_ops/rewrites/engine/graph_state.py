@@ -1,6 +1,5 @@
-"""Facts about a graph's nodes: their order, the writes among them, and the modes they run in.
-
-Find out whether a graph would observe that values have other strides than before.
+"""Facts about a graph's nodes: their order, the writes among them, the modes they run in, and
+whether the graph would observe that values have other strides than before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Run a node's call with other values for its arguments, such as fake tensors.
-
-Insert calls into a graph, each with its example value.
+"""Insert calls into a graph, each with its example value, and run a node's call with other values
+for its arguments, such as fake tensors.
 """
 
 from __future__ import annotations

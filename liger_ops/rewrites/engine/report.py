@@ -1,8 +1,7 @@
 """Findings: where in a graph or a model ops are used, and where they are not and why.
 
-Handle an exception in a rewrite, which is a bug of this package: warn, or raise it.
-
-Read the ops that a graph calls.
+An exception in a rewrite is a bug of this package: it becomes a warning, or is raised if the
+environment says so.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The coefficients of a manifold-constrained hyper-connection, as models write them.
+"""Manifold-constrained hyper-connections, as models write them: their coefficients, the sum of
+their streams before a layer, mhc_pre, and their mixing after it, mhc_post_res.
 
 Sinkhorn's iterations are unrolled in the graph, and each iterate is used twice: after 40 divisions
 a pattern would visit the first one 2 ** 40 times. Instead the divisions are followed back from the
 last one to the softmax. The code of the softmax, and of the other two results, is matched by
 patterns.
-
-The streams of a hyper-connection, as models write them: their sum before a layer, mhc_pre, and
-their mixing after it, mhc_post_res.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Root-mean-square normalisation, as models write it.
+"""Root-mean-square normalisation, as models write it, also after a residual addition: the op then
+returns the norm and the sum.
 
-A residual addition and the rms_norm of the sum, in one op that returns the norm and the sum.
-
-Runs after the rewrite rms_norm, on the ops that it inserted and on those of the user's code.
+Residuals are looked for after rms_norm, on the ops that it inserted and on those of the user's
+code.
 """
 
 from __future__ import annotations

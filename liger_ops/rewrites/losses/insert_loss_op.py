@@ -1,10 +1,8 @@
-"""Insert an op that returns terms of a loss per token, and nodes that replace the code's terms.
+"""Find the position for the op that replaces a loss, and insert the op.
 
-Read sizes from the input of the head where the code reads them from logits.
-
-Logits that only a `size` uses would still be computed.
-
-Find the position for the op that replaces a loss, and insert the op.
+An op that returns terms of a loss per token comes with nodes that replace the code's terms. Sizes
+that the code reads from logits are read from the head's input: logits that only a `size` uses would
+still be computed.
 """
 
 from __future__ import annotations

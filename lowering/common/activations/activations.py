@@ -1,7 +1,4 @@
-"""Views of tensors as (M, N), for the elementwise kernels of every device.
-
-Register the gated activations with a device's kernels.
-"""
+"""Register the gated activations with a device's kernels, which take tensors as (M, N)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The tiles of attn_res's kernels, for both devices. x is (blocks, M, N), contiguous; w is (N,),
-float32. A tile is (BLOCK_M, BLOCK_N) of tokens and columns; `row` is its first token, an int64.
+"""attn_res on a device: host code, and the tiles of the kernels.
 
-The start of a tile is an int64 scalar added to the pointer; the offsets within it are int32.
+Tensors with one number for each token of each block are left to PyTorch: the softmax for rows that
+are too wide for one pass, and the factors of the gradient.
 
-Host code of attn_res, for both devices. Tensors with one number for each token of each block are
-left to PyTorch: the softmax for rows that are too wide for one pass, and the factors of the
-gradient.
+In kernels x is (blocks, M, N), contiguous; w is (N,), float32. A tile is (BLOCK_M, BLOCK_N) of
+tokens and columns; `row` is its first token, an int64. The start of a tile is an int64 scalar added
+to the pointer; the offsets within it are int32.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Arithmetic of multi_token_attention's kernels, for every device: p, and the gradient of scores.
+"""multi_token_attention on a device: a kernel computes p from the scores, p is convolved, and in
+the backward another kernel computes the gradient of the scores from that of p.
 
 Query i has the scores of keys 0 to i. The others are not loaded, and count as -inf, for which p is
 0. In a row with NaN all of p is NaN, as PyTorch's softmax of a masked row is.
 
-The convolution of multi_token_attention by PyTorch, on any device.
-
-multi_token_attention on a device: a kernel computes p from the scores, p is convolved, and in
-the backward another kernel computes the gradient of the scores from that of p.
+PyTorch computes the convolution here, on any device.
 """
 
 from __future__ import annotations

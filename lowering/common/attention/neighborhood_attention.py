@@ -1,12 +1,9 @@
-"""The windows of neighborhood attention in kernels: bounds of keys and of queries.
+"""Neighborhood attention on a device: the arguments and launches of its kernels, and the bounds of
+their windows of keys and of queries.
 
-A position is counted within its residue class, which has n positions (see
-`liger_ops/ops/attention/windows.py`). Bounds are the first position and the end, one behind the
-last.
-
-The arguments of neighborhood attention's kernels, and their launches, for every device.
-
-A kernel has two dimensions of positions, Y and X; one dimension is a Y of 1.
+A kernel has two dimensions of positions, Y and X; one dimension is a Y of 1. A position is counted
+within its residue class, which has n positions (see `liger_ops/ops/attention/windows.py`). Bounds
+are the first position and the end, one behind the last.
 """
 
 from __future__ import annotations

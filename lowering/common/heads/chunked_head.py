@@ -1,9 +1,8 @@
 """The logits and the gradients of a head on a device, a chunk of tokens or of words at a time:
 PyTorch's matrix products, into memory that the chunks share.
 
-A word is a row of the head's weight, a class of the vocabulary.
-
-The backward of a head whose logits are computed again.
+A word is a row of the head's weight, a class of the vocabulary. A backward may compute the logits
+again.
 """
 
 from __future__ import annotations

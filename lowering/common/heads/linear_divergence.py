@@ -1,7 +1,4 @@
-"""The row functions of linear_divergence, which take the logits of the student's and the teacher's
-head: those of a device's divergence and cross_entropy.
-
-linear_divergence on a device: PyTorch's matrix products, and between them the row functions of
+"""linear_divergence on a device: PyTorch's matrix products, and between them the row functions of
 the device's divergence and cross_entropy. The backward computes the gradients that the forward did
 not: in chunks of words if weight or bias is among them, else in chunks of tokens.
 """

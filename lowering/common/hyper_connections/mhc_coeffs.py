@@ -1,10 +1,9 @@
-"""The matrix products of mhc_coeffs: x @ phi, and the gradients of both. x: (M, K), phi: (K, N).
+"""mhc_coeffs on a device: PyTorch's products, and the device's kernels before and after them.
 
-Each is PyTorch's matrix product in float32. x is far larger than the other tensors: it is converted
-to float32 a chunk of rows at a time. In bfloat16 on a GPU it is not converted at all; the other
-factor is instead split into bfloat16 tensors that add up to it.
-
-mhc_coeffs on a device: PyTorch's products, and the device's kernels before and after them.
+The products are x @ phi, and the gradients of both. x: (M, K), phi: (K, N). Each is PyTorch's
+matrix product in float32. x is far larger than the other tensors: it is converted to float32 a
+chunk of rows at a time. In bfloat16 on a GPU it is not converted at all; the other factor is
+instead split into bfloat16 tensors that add up to it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Arithmetic of mhc_pre and mhc_post_res for a tile of the channels of one token, which the kernels
-of every device share.
+"""mhc_pre and mhc_post_res on a device: their registration, and the arithmetic of the kernels of
+every device, for a tile of the channels of one token.
 
-The pointers are those of the token, and of the tile's first channel where a tensor has channels.
-HC is hc, and H, the streams of a tile, the power of two above it. `streams` is (H, 1), `cols` is
-(1, channels of the tile); their dtype is that of the offsets.
-
-Register mhc_pre and mhc_post_res with a device's kernels.
+The pointers are those of the token, and of the tile's first channel where a tensor has channels. HC
+is hc, and H, the streams of a tile, the power of two above it. `streams` is (H, 1), `cols` is (1,
+channels of the tile); their dtype is that of the offsets.
 """
 
 from __future__ import annotations

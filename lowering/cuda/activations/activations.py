@@ -1,8 +1,5 @@
-"""Elementwise kernels of (M, N) tensors, where a program has one tile.
-
-The gated activations: swiglu, clamped_swiglu and geglu. M rows, N columns of the result.
-
-relu_squared. M rows, N columns.
+"""swiglu, clamped_swiglu, geglu and relu_squared. M rows, N columns of the result; a program has
+one tile.
 """
 
 from __future__ import annotations
@@ -14,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
+from ...common.activations.activation_math import gated, gated_gradients, relu
 from ...common.activations.activations import GatedActivation, as_rows, register, row_stride
 from ...common.tensors import cdiv, tile_width
-from ...common.triton_math import gated, gated_gradients, relu
 from ..launch import Plan, Tile, launch
 
 

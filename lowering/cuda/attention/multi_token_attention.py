@@ -1,4 +1,6 @@
-"""The convolution of multi_token_attention, and its gradients, where no key is after the query.
+"""multi_token_attention: kernels of p from scores, of the gradient of scores, and of the
+convolution and its gradients where no key is after the query. Each of M rows is a query with L
+scores, of which query i uses those of keys 0 to i.
 
 A convolution is a matrix product. Its left factor is the weight, with a row for each channel of the
 result and a column for each tap: a channel of x, and an offset of the query and of the key. Its
@@ -7,9 +9,6 @@ program has BLOCK_J keys of a query and all channels of a group, and gathers BLO
 
 2 x 4 x 8192 x 8192 with kernels of 3 x 3 take 2.6 ms on an H200, and the gradients 2.6 and 3.3;
 cuDNN takes 14.2, 26.2 and 21.2, and computes the other half as well.
-
-multi_token_attention: kernels of p from scores, and of the gradient of scores. Each of M rows is
-a query with L scores, of which query i uses those of keys 0 to i.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...common.triton_math import gated, gated_gradients, relu
+from ...common.activations.activation_math import gated, gated_gradients, relu
 
 
 @triton.jit

@@ -1,7 +1,4 @@
-"""divergence of the kind cosine. M tokens, V classes.
-
-divergence. M tokens, V classes.
-"""
+"""divergence, and its kind cosine. M tokens, V classes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Arithmetic of single tokens' losses, in Triton.
+"""Arithmetic of single tokens' losses in Triton, and the kernel that reduces the losses of M tokens
+and checks their targets.
 
 Values are scalars, or have one element a row. Options that are not in use are None, and kernels are
 compiled without them.
-
-The Triton kernel that reduces the losses of M tokens and checks their targets.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""gated_rms_norm of whole rows: a program reads a group of columns of its rows once.
+"""gated_rms_norm. Each of `groups` groups of N columns is a norm of M rows by itself.
 
-The forward of gated_rms_norm, where a program reads a group of its row twice.
-
-The backward of gated_rms_norm by two kernels, for rows too wide for one program.
-
-The first kernel computes the statistics of every row's groups. The rest is elementwise: a program
-of the second owns a tile of columns, goes down the rows, and keeps the sums of its columns.
-
-gated_rms_norm. Each of `groups` groups of N columns is a norm of M rows by itself.
+Whole rows: a program reads a group of columns of its rows once. Two passes: it reads a group of its
+row twice. Rows too wide for one program have a backward of two kernels. The first computes the
+statistics of every row's groups. The rest is elementwise: a program of the second owns a tile of
+columns, goes down the rows, and keeps the sums of its columns.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ...common.norms.gated_norm_math import (
+from ...common.norms.norm_math import (
     gate_factor,
     gated_norm_gradients,
     gated_norm_result,

@@ -1,8 +1,7 @@
-"""layer_norm of whole rows: a program reads them once and holds them in registers.
+"""layer_norm.
 
-The forward of layer_norm, where a program reads its row twice.
-
-layer_norm.
+Whole rows: a program reads them once and holds them in registers. Two passes: a program reads its
+row twice.
 """
 
 from __future__ import annotations

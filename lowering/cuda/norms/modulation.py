@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...common.norms.modulation import Modulation
-from ...common.triton_math import modulated
+from ...common.norms.norm_math import modulated
 
 
 def constants_of(modulation: Modulation) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""poly_norm, where a program reads its row twice: first for the row's sums, then from the caches to
-write the result.
+"""poly_norm. M rows, N columns.
 
-poly_norm. M rows, N columns.
+In two passes a program reads its row twice: first for the row's sums, then from the caches to write
+the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""rms_norm of whole rows: a program reads them once and holds them in registers.
+"""rms_norm, with and without a residual added first.
 
-The forward of rms_norm, where a program reads its row twice.
-
-rms_norm, with and without a residual added first.
+Whole rows: a program reads them once and holds them in registers. Two passes: a program reads its
+row twice.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.norms.modulation import PLAIN, Modulation
+from ...common.norms.norm_math import rms_rstd, rms_scaled, rms_square
 from ...common.norms.rms_norm import register, rms_mode
 from ...common.tensors import cdiv, contiguous, next_power_of_2
-from ...common.triton_math import folded, rms_rstd, rms_scaled, rms_square, to_float32_again
+from ...common.triton_math import folded, to_float32_again
 from ..launch import (
     Plan,
     Table,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...common.triton_math import rms_rstd, rms_scaled, rms_square, rounded
+from ...common.norms.norm_math import rms_rstd, rms_scaled, rms_square
+from ...common.triton_math import rounded
 from .rope import load_pairs, load_tables, store_pairs
 
 

@@ -1,7 +1,6 @@
-"""Tiles of rope's pairs and tables, (positions, heads, pairs), and the tables as arguments of a
-kernel.
+"""rope: a program rotates a tile of positions, heads of q and of k, and pairs.
 
-rope: a program rotates a tile of positions, heads of q and of k, and pairs.
+rms_norm_rope has the same tiles, (positions, heads, pairs), and the same tables as arguments.
 """
 
 from __future__ import annotations

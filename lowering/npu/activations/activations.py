@@ -1,10 +1,7 @@
-"""Helpers of the elementwise kernels: every program takes some of the tiles of an (M, N) tensor.
+"""swiglu, clamped_swiglu, geglu and relu_squared. M rows, N columns of the result; every program
+takes some of the tiles.
 
 The offsets within a tile are int32, and the start of a tile is an int64 scalar.
-
-The gated activations: swiglu, clamped_swiglu and geglu. M rows, N columns of the result.
-
-relu_squared. M rows, N columns.
 """
 
 from __future__ import annotations
@@ -16,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
+from ...common.activations.activation_math import gated, gated_gradients, relu
 from ...common.activations.activations import GatedActivation, as_rows, register, row_stride
 from ...common.tensors import cdiv
-from ...common.triton_math import gated, gated_gradients, relu
 from .. import tiling
 from ..tile import load as load_tile
 from ..tile import remaining

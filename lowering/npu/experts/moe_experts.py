@@ -1,19 +1,17 @@
-"""Matrix products of groups of rows, by torch_npu's npu_grouped_matmul.
-
-The groups are given by the index behind the last row of each, int64, for at most 1024 groups. There
-may be rows behind the last group: their results in `product_of_rows` are undefined, and
-`product_over_rows` leaves them out. A group without rows has the result 0 there. torch_npu
-documents rows behind the last group for its newest devices alone; the kernels of all devices allow
-them (gmm/grouped_matmul of cann/ops-transformer).
-
-moe_experts on NPUs: npu_grouped_matmul, and kernels between its products.
+"""moe_experts on NPUs: npu_grouped_matmul of torch_npu, and kernels between its products.
 
 PyTorch sorts the ids of experts, and gathers rows of tokens. The rows of sentinels (ids that are no
 expert) are behind those of experts. The products leave them undefined, and no kernel reads them.
 
-For each row, with D hidden and I intermediate columns, the kernels of a gated activation move
-3I + D elements of x's dtype in the forward, and 6I + D in the backward. PyTorch's operations move
-5I + 11D in the forward, because their weighted sum is in float32.
+The groups of a product are given by the index behind the last row of each, int64, for at most 1024
+groups. Rows behind the last group have undefined results in `product_of_rows`, and
+`product_over_rows` leaves them out. A group without rows has the result 0 there. torch_npu
+documents rows behind the last group for its newest devices alone; the kernels of all devices allow
+them (gmm/grouped_matmul of cann/ops-transformer).
+
+For each row, with D hidden and I intermediate columns, the kernels of a gated activation move 3I +
+D elements of x's dtype in the forward, and 6I + D in the backward. PyTorch's operations move 5I +
+11D in the forward, because their weighted sum is in float32.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from torch import Tensor
 from .... import library
 from ....ops.experts import rows
 from ....record import Op
+from ...common.activations.activation_math import gated, gated_gradients, relu
 from ...common.activations.activations import parts, row_stride
 from ...common.experts.moe_experts import activation_of
 from ...common.tensors import cdiv
-from ...common.triton_math import gated, gated_gradients, relu
 from .. import tiling
 from ..activations.activations import load as load_part
 from ..activations.activations import load_gate_and_up, store

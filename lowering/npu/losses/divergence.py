@@ -1,7 +1,4 @@
-"""divergence of the kind cosine. M tokens, V classes of the student and W of the teacher.
-
-divergence. M tokens, V classes of the student and W of the teacher.
-"""
+"""divergence, and its kind cosine. M tokens, V classes of the student and W of the teacher."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""The backward of gated_rms_norm for groups of columns too wide for a tile.
+"""gated_rms_norm. Each of `groups` groups of N columns is a norm of M rows by itself.
 
-The first kernel computes the statistics of every group of a row. The rest is elementwise: a program
-of the second kernel owns a chunk of columns, goes down the rows, and keeps the columns' weight
-gradients in the Unified Buffer.
+A work item is a group and a split, every splits-th tile of rows. s is the input of the norm: x if
+NORM_FIRST, else x times the activated gate.
 
-gated_rms_norm. Each of `groups` groups of N columns is a norm of M rows by itself.
-
-A work item is a group and a split, every splits-th tile of rows. s is the input of the norm: x
-if NORM_FIRST, else x times the activated gate.
+Groups of columns too wide for a tile have a backward of two kernels. The first computes the
+statistics of every group of a row. The rest is elementwise: a program of the second owns a chunk of
+columns, goes down the rows, and keeps the columns' weight gradients in the Unified Buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ...common.norms.gated_norm_math import (
+from ...common.norms.norm_math import (
     gate_factor,
     gated_norm_gradients,
     gated_norm_result,

@@ -1,9 +1,7 @@
-"""group_norm of groups that stay in the Unified Buffer in their own dtype: a tile of all channels,
-which is computed in float32 a few channels at a time.
-
-group_norm. A group that fits a tile is read once; group_resident has the kernels for groups that
-fit the buffer in their own dtype, and group_pieces those for other groups. If a sample is one group
-with one position, it is a row of layer_norm.
+"""group_norm. A group that fits a tile is read once. A group that fits the Unified Buffer in its
+own dtype stays there, a tile of all channels, and is computed in float32 a few channels at a time.
+group_pieces has the kernels for other groups. If a sample is one group with one position, it is a
+row of layer_norm.
 
 x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions)
 or, if S is 1, flat: (1, channels).

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.norms.modulation import Modulation
-from ...common.triton_math import modulated
+from ...common.norms.norm_math import modulated
 from ..tiling import COSTS, Cost, Plan
 
 # whole (1, 4096): 83.4% | 79.2%. wide (1, 2048): 77.2% | 52.2%.

@@ -1,15 +1,13 @@
-"""The arguments of a backward of rms_norm or layer_norm, which all its kernels share.
+"""The backward of rms_norm and layer_norm: the arguments that all its kernels share, and the
+kernels for rows that stay in the Unified Buffer, and for rows too wide for a tile.
 
-The backward of rms_norm and layer_norm for rows that stay in the Unified Buffer in their own
-dtype. A program keeps the sums of its rows' weight gradients, a line for each piece of a row.
+A row that stays is kept in its own dtype. A program keeps the sums of its rows' weight gradients, a
+line for each piece of a row. Level 1 keeps x, level 2 also dy, and level 3 also the weight; the
+rest is read in each pass.
 
-Level 1 keeps x, level 2 also dy, and level 3 also the weight; the rest is read in each pass.
-
-The backward of rms_norm and layer_norm for rows too wide for a tile.
-
-The statistics of every row are computed before, by a kernel of the norm's file; the rest is
-elementwise. A program owns a chunk of columns, goes down the rows, and keeps the columns' weight
-gradients in the Unified Buffer.
+The statistics of rows too wide for a tile are computed before, by a kernel of the norm's file; the
+rest is elementwise. A program owns a chunk of columns, goes down the rows, and keeps the columns'
+weight gradients in the Unified Buffer.
 """
 
 from __future__ import annotations

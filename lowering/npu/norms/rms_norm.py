@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.norms.modulation import PLAIN, Modulation
+from ...common.norms.norm_math import rms_rstd, rms_scaled, rms_square
 from ...common.norms.rms_norm import register, rms_mode
 from ...common.tensors import cdiv, contiguous
-from ...common.triton_math import rms_rstd, rms_scaled, rms_square
 from .. import tiling
 from ..tile import load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch, launch_rows

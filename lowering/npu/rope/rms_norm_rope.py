@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .... import library
 from ....ops.rope.rope import pairs_of, rotated_columns
+from ...common.norms.norm_math import rms_rstd, rms_scaled, rms_square
 from ...common.tensors import cdiv, contiguous, next_power_of_2, unit_stride
-from ...common.triton_math import rms_rstd, rms_scaled, rms_square, rounded
+from ...common.triton_math import rounded
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tile import load, remaining, within

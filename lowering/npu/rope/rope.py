@@ -1,8 +1,7 @@
-"""Tiles of rope's pairs and tables, (positions, pairs), and the kernels' arguments for tables.
-
-rope, first of q, then of k. A work item is a tile of positions and pairs, for all heads.
+"""rope, first of q, then of k. A work item is a tile of positions and pairs, for all heads.
 
 One kernel for both would halve the tile, because each loop over heads has its own double buffers.
+rms_norm_rope has the same tiles, and the same tables as arguments.
 """
 
 from __future__ import annotations

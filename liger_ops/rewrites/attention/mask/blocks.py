@@ -1,4 +1,4 @@
-"""Block masks of flex_attention, without a dense mask in memory.
+"""Block masks of flex_attention, without a dense mask in memory, and queries that see no key.
 
 A block is 128 queries by 128 keys. Blocks without a visible key are skipped, those with only
 visible keys need no mask, and in the others the mask decides for each element. The visible keys of
@@ -6,13 +6,12 @@ each block are counted: compiled, the mask is evaluated inside the reduction ove
 functions take `call`, which calls a function or inserts its call into a graph; sizes and indices
 are then numbers and tensors, or nodes.
 
-Queries that see no key: attention gives them the mean of all values, as the model's code does.
-
-Code that adds a finite number c to hidden scores gives such a query the same weight for every key:
-c is so low that every score + c rounds to c. The gradient of a sum does not see the rounding, so
-the scores still have a gradient. flex_attention computes the same if the query sees all keys, and
-if its scores are rounded in the same way, to 0 instead of c: the logarithm of a sum of exponentials
-of c would lose the number of keys.
+Attention gives a query that sees no key the mean of all values, as the model's code does. Code that
+adds a finite number c to hidden scores gives such a query the same weight for every key: c is so
+low that every score + c rounds to c. The gradient of a sum does not see the rounding, so the scores
+still have a gradient. flex_attention computes the same if the query sees all keys, and if its
+scores are rounded in the same way, to 0 instead of c: the logarithm of a sum of exponentials of c
+would lose the number of keys.
 """
 
 from __future__ import annotations

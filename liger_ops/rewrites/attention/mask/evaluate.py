@@ -5,7 +5,7 @@ input of the graph, for an operation without a rule, and where arithmetic in the
 differ from integer arithmetic. With `data`, an integer or boolean tensor that cannot be evaluated
 is data instead: its elements are `Datum`s of the function.
 
-Scopes: a graph and the checkpointed blocks that it calls, between which masks are passed.
+A scope is a graph, or a checkpointed block that it calls, to which masks are passed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Regions, which are sets of indices, and proofs that a condition holds in a whole region.
+"""Proofs that query i sees exactly the keys j <= i, or a sliding window of these.
 
-Sizes may be symbolic: a proof holds for every size that the graph is compiled for, and adds no
-guard.
-
-Proofs that query i sees exactly the keys j <= i, or a sliding window of these.
+A region is a set of indices, and a condition is proved to hold in a whole region. Sizes may be
+symbolic: a proof holds for every size that the graph is compiled for, and adds no guard.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 A rule takes the evaluation (`IndexFunctions`), the node and the node's arguments. It returns the
 result as a function of its own indices, or raises `Unknown`.
 
-Rules of comparisons of two tensors, or of a tensor and a number.
-
 PyTorch compares in the dtype of the result of arithmetic, and converts a number to the dtype of the
-tensor: as uint8, -1 is 255.
+tensor: as uint8, -1 is 255. The rules of comparisons do the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Activations, norms, matrix products, and the operations of attention that are neither arithmetic
-nor views.
-
-Classification losses, and the operations that models compose them of.
+"""Activations, norms, matrix products, classification losses and what models compose these of, and
+the operations of attention that are neither arithmetic nor views.
 """
 
 from __future__ import annotations

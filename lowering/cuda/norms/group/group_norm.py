@@ -1,6 +1,5 @@
-"""group_norm of whole groups: a program reads a group once and holds it in registers.
-
-group_norm.
+"""group_norm: the choice of a plan, and the kernels of whole groups, which a program reads once and
+holds in registers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,72 @@
-"""Arithmetic of gated_rms_norm's kernels, for both devices. Values are float32.
+"""Arithmetic of the kernels of rms_norm, gated_rms_norm and modulated norms, for every device. Values
+are float32, or rounded to `dtype`.
 
-NORM_FIRST: x is normalised and then gated; else x * factor is normalised.
+NORM_FIRST, of gated_rms_norm: x is normalised and then gated; else x * factor is normalised.
 """
 
 import triton
 import triton.language as tl
 
-from ..triton_math import rounded, silu_slope
+from ..activations.activation_math import silu_slope
+from ..triton_math import rounded
+
+
+@triton.jit
+def rms_square(x, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
+    """Compute the squares that rms_norm sums over a row."""
+    square = x * x
+    if CASTING_MODE == "none":
+        square = rounded(square, dtype)
+    return square
+
+
+@triton.jit
+def rms_rstd(sum_of_squares, N, eps, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
+    """Compute 1 / rms of rows of N elements."""
+    mean_square = sum_of_squares / N
+    if CASTING_MODE == "none":
+        mean_square = rounded(mean_square, dtype)
+        return rounded(tl.rsqrt(rounded(mean_square + eps, dtype)), dtype)
+    return tl.rsqrt(mean_square + eps)
+
+
+@triton.jit
+def rms_scaled(
+    x, rstd, weight, offset,
+    dtype: tl.constexpr, CASTING_MODE: tl.constexpr,
+):  # fmt: skip
+    """Compute x * rstd * (weight + offset), rounded as the casting mode says; weight may be
+    None."""
+    y = x * rstd
+    if weight is not None:
+        scale = weight + offset
+        if CASTING_MODE == "none":
+            scale = rounded(scale, dtype)
+        if CASTING_MODE != "gemma":
+            y = rounded(y, dtype)
+        y = y * scale
+    return y
+
+
+@triton.jit
+def modulated(y, scale, shift, dtype: tl.constexpr, ROUNDS: tl.constexpr):
+    """Compute y * (1 + scale) + shift, for the result y of a norm of `dtype`. scale and shift have
+    their own dtypes; shift may be None.
+
+    If ROUNDS, every operation rounds to the dtype that its result has in PyTorch: y is rounded to
+    `dtype`, 1 + scale to the dtype of scale, and the product to `dtype` if scale has it too.
+    Results of mixed dtypes are float32 in PyTorch as well.
+    """
+    factor = 1.0 + scale.to(tl.float32)
+    if ROUNDS:
+        y = rounded(y, dtype) * rounded(factor, scale.dtype)
+        if scale.dtype == dtype:
+            y = rounded(y, dtype)
+    else:
+        y = y * factor
+    if shift is not None:
+        y += shift.to(tl.float32)
+    return y
 
 
 @triton.jit
