@@ -1,5 +1,5 @@
-"""Arithmetic of the kernels of rms_norm, gated_rms_norm and modulated norms, for every device. Values
-are float32, or rounded to `dtype`.
+"""Arithmetic of the kernels of rms_norm, gated_rms_norm and modulated norms, for every device.
+Values are float32, or rounded to `dtype`.
 
 NORM_FIRST, of gated_rms_norm: x is normalised and then gated; else x * factor is normalised.
 """
