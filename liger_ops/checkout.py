@@ -35,4 +35,5 @@ class RootFolders:
 
 
 if FOLDERS:
-    sys.meta_path.append(RootFolders)
+    # First: the finder of an editable installation would find the folders of another checkout.
+    sys.meta_path.insert(0, RootFolders)

@@ -33,7 +33,7 @@ IMPORT_EVERYTHING = """
 import importlib, pkgutil, site, sys
 site.addsitedir(sys.argv[1])
 import liger_ops
-print(liger_ops.__file__)
+print(*[package.__file__ for package in (liger_ops, liger_ops.meta, liger_ops.lowering)])
 for package in (liger_ops, liger_ops.meta, liger_ops.lowering):
     print(package.__name__)
     for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -46,6 +46,14 @@ for package in (liger_ops, liger_ops.meta, liger_ops.lowering):
         print(name)
 import lowering, meta
 assert lowering.OWNER == meta.OWNER == "the user"
+"""
+
+IMPORT_SECOND = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+import liger_ops
+print(*[package.__file__ for package in (liger_ops, liger_ops.meta, liger_ops.lowering)])
 """
 
 BUILD_EDITABLE = """
@@ -127,8 +135,11 @@ def project(tmp_path) -> Path:
 
 def assert_imports(project: Path, site: Path, came_from: Path) -> None:
     """Assert that with `site` as site-packages every module is imported from `came_from`."""
-    file, *imported = python("-c", IMPORT_EVERYTHING, site, cwd=project, path=[site]).split()
-    assert Path(file) == came_from / "liger_ops" / "__init__.py"
+    files, *imported = python("-c", IMPORT_EVERYTHING, site, cwd=project, path=[site]).splitlines()
+    folder, *others = [Path(file).parent for file in files.split()]
+    assert folder == came_from / "liger_ops"
+    at = came_from if (came_from / "meta").exists() else folder
+    assert others == [at / "meta", at / "lowering"]
     assert set(imported) == module_names()
 
 
@@ -147,6 +158,16 @@ def test_every_module_imports_from_an_editable_installation(checkout, project, t
 
 def test_every_module_imports_from_a_bare_checkout(checkout, project, tmp_path):
     assert_imports(project, checkout, checkout)
+
+
+def test_a_checkout_takes_nothing_of_an_installed_one(checkout, project, tmp_path):
+    """A second checkout, first on the path, beside an editable installation of the other."""
+    name = python("-c", BUILD_EDITABLE, tmp_path, cwd=checkout).split()[-1]
+    site = unpack(tmp_path / name, tmp_path / "site")
+    second = tmp_path / "second"
+    shutil.copytree(checkout, second)
+    files = python("-c", IMPORT_SECOND, site, second, cwd=project, path=[site]).split()
+    assert [Path(file).parent.parent for file in files] == 3 * [second]
 
 
 def test_the_wheel_has_one_top_level_module(wheel):
