@@ -2,7 +2,7 @@
 
 A fake takes a call, the op's arguments as a named tuple, checks the arguments and allocates the
 outputs. PyTorch traces with it, and it runs before a device's kernel. Most fakes are compiled from
-the op's axes line; the folders of the families add checks and sizes that a line cannot express.
+the op's axes line; the families' modules add checks and sizes that a line cannot express.
 """
 
 from .. import library

@@ -15,9 +15,9 @@ import liger_ops
 from ..compile_cache import package_hash
 from ..device import Effort
 from . import records, show
-from .judge import Points, failures
 from .measure import DeviceLost, Run
 from .providers import PROVIDERS
+from .show import Points, failures
 from .timing import KINDS, Accelerator, NoAccelerator, find
 from .workloads import DTYPES, ENTRIES, SETS, selected
 from .workloads.entry import MODES

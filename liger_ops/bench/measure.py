@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..device import MIB, Clock, Effort, Spread
-from .judge import COPY, MATRIX_PRODUCT, OF_VALUES, SIMULATED, UNITS, Point, Points
 from .providers import MODULES, PROVIDERS, Peers, functions, one_line
+from .show import COPY, MATRIX_PRODUCT, OF_VALUES, SIMULATED, UNITS, Point, Points
 from .timing import Accelerator, copy_rate, host_microseconds, interleaved, matrix_rate, timed
 from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 

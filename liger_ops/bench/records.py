@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device import Spread
-from .judge import Point, Points
+from .show import Point, Points
 
 # Columns in the order of the fields of Spread.
 COLUMNS = ("y_values_50", "y_values_20", "y_values_80")

@@ -15,7 +15,7 @@ from .attention.runtime.mask_outputs import with_data
 from .attention.runtime.padding import PADDING, assume_ones
 from .attention.runtime.variants import Variants, is_split
 from .default_rewrites import check_known, checked_flag, chosen
-from .losses.unfused_loss import warn
+from .losses.losses import warn
 
 Compiled = Callable[..., Any]
 # Names of the rewrites that read masks.

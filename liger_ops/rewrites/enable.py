@@ -18,7 +18,7 @@ from ..compile_cache import package_hash
 from ..torch_private import CustomGraphPass, OpOverload, inductor, inductor_config
 from . import rewrite
 from .default_rewrites import checked_flag, chosen
-from .losses.unfused_loss import warn
+from .losses.losses import warn
 
 
 def graph_pass(

@@ -10,7 +10,7 @@ import pytest
 
 from bench_points import SHARED, SIX, full_house, point, rates, timed
 from liger_ops.bench import records, show
-from liger_ops.bench.judge import Points
+from liger_ops.bench.show import Points
 
 FIELDS = [
     "kernel_name", "kernel_provider", "metric_name", "metric_unit", "gpu_name", "x_name", "x_label",

@@ -13,8 +13,8 @@ import torch
 from bench_stand_in import CpuStandIn, ManualClock
 from liger_ops.bench import measure, records, timing
 from liger_ops.bench.command_line import carried_out
-from liger_ops.bench.judge import COPY, failures
 from liger_ops.bench.measure import Run
+from liger_ops.bench.show import COPY, failures
 from liger_ops.bench.workloads import ENTRIES
 from liger_ops.bench.workloads.entry import Workload
 from liger_ops.device import Effort

@@ -19,7 +19,7 @@ import pytest
 import simulated_npu
 from liger_ops.bench import records, timing, workloads
 from liger_ops.bench.command_line import main
-from liger_ops.bench.judge import OF_VALUES, SIMULATED
+from liger_ops.bench.show import OF_VALUES, SIMULATED
 from liger_ops.bench.workloads import ENTRIES
 
 ROOT = Path(__file__).parents[2]

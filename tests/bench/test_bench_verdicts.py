@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench_points import point
-from liger_ops.bench.judge import Points, losses
+from liger_ops.bench.show import Points, losses
 
 
 def test_a_row_is_lost_by_more_than_three_percent() -> None:

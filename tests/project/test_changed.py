@@ -13,7 +13,7 @@ from changed import chosen
 CHOSEN = {
     # A family's kernels and checks, by the family's folder.
     "lowering/cuda/norms/rms_norm.py": "tests/ops/norms/test_rms_norm.py",
-    "meta/rope/rope.py": "tests/ops/rope/test_rope.py",
+    "meta/rope.py": "tests/ops/rope/test_rope.py",
     # A part of the compiler, by its folder or the nearest one.
     "liger_ops/rewrites/losses/loss_head.py": "tests/rewrites/losses/test_rewrite_losses.py",
     "liger_ops/fusion/layers/experts/experts.py": "tests/fusion/layers/test_fuse_norms.py",

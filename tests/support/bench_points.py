@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from liger_ops.bench.judge import COPY, MATRIX_PRODUCT, UNITS, Point, Points
 from liger_ops.bench.providers import LOW_MEMORY, PROVIDERS
+from liger_ops.bench.show import COPY, MATRIX_PRODUCT, UNITS, Point, Points
 from liger_ops.device import Spread
 
 # All providers but two: no op has all.

@@ -22,8 +22,7 @@ from ..engine.insertion import ORIGIN, Refused, derive
 from ..engine.rewrite import emit, replace
 from .loss_chain import NARROW, LogitsPath, as_rows, check_tensor_types, select_positions
 from .loss_head import LinearHead, check_logits_users, head_of, total_bias
-from .losses import NO_CLASS, JoinedTargets, Loss, TokenTerm, target_nodes
-from .unfused_loss import check_computed_here
+from .losses import NO_CLASS, JoinedTargets, Loss, TokenTerm, check_computed_here, target_nodes
 
 # Positions among the results of the ops that end in _forward.
 _LOSS, _LSE, _TARGET_LOGIT, _LSE_ERROR = 0, 2, 3, 7

@@ -11,8 +11,7 @@ from torch import fx
 
 from ..engine.canonical import Call, canonical, is_tensor, same, value
 from ..engine.insertion import Refused, derive
-from .losses import used_by
-from .unfused_loss import OTHER, NotFusable, returned_logits
+from .losses import OTHER, NotFusable, returned_logits, used_by
 
 
 @dataclass(frozen=True)

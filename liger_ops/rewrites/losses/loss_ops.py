@@ -24,11 +24,12 @@ from .losses import (
     Loss,
     TokenTerm,
     check_softmax_users,
+    finding,
     loss_calls,
     read_loss,
+    refusal,
 )
 from .token_terms import TERM_READERS, TermReader
-from .unfused_loss import finding, refusal
 
 
 def rewrite(op: str, graph: fx.Graph, report: Report) -> None:

@@ -20,7 +20,7 @@ from liger_ops.rewrites.engine.insertion import Refused
 from liger_ops.rewrites.engine.maps.algebra import Unknown
 from liger_ops.rewrites.engine.maps.index_maps import index_map
 from liger_ops.rewrites.layers.rope.elements import Elements
-from liger_ops.rewrites.layers.rope.tables import is_repeatable
+from liger_ops.rewrites.layers.rope.rotation import is_repeatable
 from liger_ops.rewrites.losses.losses import start_of_path
 from liger_ops.rewrites.losses.token_terms import TermReader
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import liger_ops
-from liger_ops.rewrites.losses import unfused_loss
+from liger_ops.rewrites.losses import losses
 from loss_spellings import D, head_inputs, labels, transformers
 from rewriting import Rewriter, values
 
-V = unfused_loss.LEAST_CLASSES
+V = losses.LEAST_CLASSES
 
 
 class Model(nn.Module):
@@ -59,11 +59,11 @@ def warned(function: Callable[..., Any], *inputs: Any) -> list[str]:
     torch._dynamo.reset()
     found = Rewriter()
     torch.compile(function, backend=found)(*inputs)
-    unfused_loss._warned.clear()
+    losses._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        unfused_loss.warn(found.findings)
-        unfused_loss.warn(found.findings)
+        losses.warn(found.findings)
+        losses.warn(found.findings)
     return [str(one.message) for one in caught]
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_warned_of():
 def test_the_backend_warns():
     model = Model()
     step = lambda x, target: and_logits(model, x, target)
-    unfused_loss._warned.clear()
+    losses._warned.clear()
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="the logits are returned"):
         torch.compile(step, backend=liger_ops.backend, options={"inner_backend": "eager"})(

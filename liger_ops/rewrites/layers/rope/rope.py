@@ -18,8 +18,16 @@ from ...engine.insertion import Refused, derive, items, viewed
 from ...engine.pattern import CHEAP, Match
 from ...engine.report import Report
 from ...engine.rewrite import Search, attempt, emit
-from .rotation import TABLES, Reader, RopeOptions, Rotation
-from .tables import is_repeatable, placement, same_table, with_sources
+from .rotation import (
+    TABLES,
+    Reader,
+    RopeOptions,
+    Rotation,
+    is_repeatable,
+    placement,
+    same_table,
+    with_sources,
+)
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:

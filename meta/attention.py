@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ops.attention.multi_token_attention import Convolution
-from ...ops.attention.windows import per_dimension
-from .. import checks
-from ..checks import op
-from ..lines import also, gives
+from ..ops.attention.multi_token_attention import Convolution
+from ..ops.attention.windows import per_dimension
+from . import checks
+from .checks import op
+from .lines import also, gives
 
 
 @also("attn_res")

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import checks
-from ..lines import also
+from . import checks
+from .lines import also
 
 
 @also("clamped_swiglu")

@@ -1,12 +1,13 @@
 """Losses: the number of classes, the divisor of a mean, the known statistics of a divergence, and
-the number of experts that a router selects."""
+the number of experts that a router selects.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .. import checks
-from ..lines import also
+from . import checks
+from .lines import also
 
 
 @also("cross_entropy", "log_prob")

@@ -1,5 +1,6 @@
 """Losses of hidden states and a head: which tensors a call must have together, the dtype in which
-gradients are summed, and the allocation of the gradients that a forward computes."""
+gradients are summed, and the allocation of the gradients that a forward computes.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.heads.gradients import gradient_dtypes
-from ...ops.heads.head import HEAD, trained
-from .. import checks
-from ..lines import also, gives
+from ..ops.heads.gradients import gradient_dtypes
+from ..ops.heads.head import HEAD, trained
+from . import checks
+from .lines import also, gives
 
 LOSSES = (
     "linear_cross_entropy", "linear_log_prob", "linear_top_k_divergence", "linear_divergence",

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ...ops.rope.rope import holds_matrices, rotated_columns
-from .. import checks
-from ..lines import also, gives
+from ..ops.rope.rope import holds_matrices, rotated_columns
+from . import checks
+from .lines import also, gives
 
 gives("like", "rope", "rms_norm_rope")(checks.in_layout_of)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import checks
-from ..checks import op
-from ..lines import also
+from . import checks
+from .checks import op
+from .lines import also
 
 
 @also("rms_norm", "fused_add_rms_norm", "modulated_rms_norm", "rms_norm_rope")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.tensors import equal, is_transposed
-from .. import checks
-from ..lines import also, gives
+from ..ops.tensors import equal, is_transposed
+from . import checks
+from .lines import also, gives
 
 
 @also("moe_experts")

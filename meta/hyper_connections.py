@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ops.hyper_connections.mhc_coeffs import MOST_STREAMS
-from ..checks import op
-from ..lines import also
+from ..ops.hyper_connections.mhc_coeffs import MOST_STREAMS
+from .checks import op
+from .lines import also
 
 
 @also("mhc_coeffs", "mhc_pre", "mhc_post_res")

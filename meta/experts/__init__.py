@@ -1,1 +1,0 @@
-"""Checks of moe_experts."""

@@ -1,1 +1,0 @@
-"""Checks and outputs: losses of hidden states and a head."""
