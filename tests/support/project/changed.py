@@ -64,20 +64,18 @@ def _folder(file: Path) -> Path | None:
     if parts[0] == "docs":
         parts = ("project",)
     elif parts[0] == "meta":
-        parts = ("ops", *parts[1:])
+        parts = ("ops", file.stem)
     elif parts[0] == "lowering":
         parts = ("ops", *parts[2:])
     elif parts[0] == "liger_ops":
         parts = parts[1:]
     else:
         return None
-    # What all families share has tests of every op, which the quick tier samples.
-    if not parts or parts == ("ops",):
-        return None
     folder = ROOT.joinpath("tests", *parts)
     while not folder.is_dir():
         folder = folder.parent
-    return None if folder == ROOT / "tests" else folder
+    # What all families share has tests of every op, which the quick tier samples.
+    return None if folder in (ROOT / "tests", ROOT / "tests" / "ops") else folder
 
 
 @functools.cache
