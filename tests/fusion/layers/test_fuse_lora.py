@@ -96,6 +96,36 @@ def test_bfloat16_and_autocast(lora_dtype: torch.dtype, is_autocast: bool) -> No
         assert error <= 2 * own + torch.finfo(torch.bfloat16).eps * float(exact.abs().max())
 
 
+def test_adapters_narrower_than_the_layer_are_pefts() -> None:
+    """peft rounds x to the adapters' dtype, which the op does not."""
+    model, fused = adapted(), adapted(True)
+    for one in (model, fused):
+        for name, parameter in one.named_parameters():
+            if "lora" in name:
+                parameter.data = parameter.data.bfloat16()
+    assert calls_of(fused) == 0
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    assert all(map(torch.equal, step(fused, x), step(model, x)))
+
+
+def test_an_input_that_peft_does_not_cast_raises_as_in_peft() -> None:
+    models = adapted(False, torch.bfloat16), adapted(True, torch.bfloat16)
+    for model in models:
+        layers = model.base_model.model
+        for layer in (layers.first, layers.second):
+            layer.cast_input_dtype_enabled = False
+            layer.lora_A.float(), layer.lora_B.float()
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(torch.ones(2, 6, dtype=torch.bfloat16))
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left() -> None:
+    model = adapted(target_modules=["first"])
+    first(model).forward = lambda x: x[..., :1].expand(*x.shape[:-1], 8)
+    (entry,) = fuse(model, lora=True).left
+    assert entry.reason == "the instance has a forward of its own"
+
+
 LEFT: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"lora_dropout": 0.1}, "its adapter has a dropout of 0.1"),
     "dora": ({"use_dora": True}, f"{WHAT} whose adapter default is not a plain LoRA"),

@@ -74,6 +74,11 @@ def counted(s: Any, x: Any) -> int:
     return s.calls
 
 
+def of_a_local(s: Any, x: Any) -> bool:
+    logits = x.float()
+    return type(logits) is Tensor
+
+
 def kept(s: Any, x: Any) -> float:
     s.last = x
     return 1.0
@@ -88,7 +93,7 @@ COMPILED = {
     "vars": lambda s, x: vars(s).get("factor", 1.0),
     "__dict__": lambda s, x: s.__dict__["factor"],
     "hasattr": lambda s, x: 2 * hasattr(s, "factor") + hasattr(s, "nothing") + hasattr(x, "no"),
-    "parameters": lambda s, x: len(list(s.parameters())) + len(s.state_dict()),
+    "parameters": lambda s, x: len(list(s.parameters())),
     "itself": lambda s, x: 2 * (s is s.own[0]) + (id(s) == id(s.own[0])),
     "its head": lambda s, x: isinstance(s.head, nn.Linear) + (s.head is s._modules["head"]),
     "temporary": temporary,
@@ -96,6 +101,7 @@ COMPILED = {
 }  # fmt: skip
 EAGER = {
     **COMPILED,
+    "state_dict": lambda s, x: len(s.state_dict()),
     "name": lambda s, x: len(type(x).__name__ + x.__class__.__name__ + type(s).__name__),
     # As the recorder of outputs in transformers asks it.
     "class as text": lambda s, x: len(str(s.__class__) + str(type(x)) + repr(s.head.__class__)),
@@ -114,6 +120,7 @@ EAGER = {
 OF_CLASS = "its forward asks for the class of "
 LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "type is": (lambda s, x: type(x) is Tensor, OF_CLASS + "its logits"),
+    "of a local": (of_a_local, OF_CLASS + "its logits"),
     "type in": (lambda s, x: type(x) in (Tensor, nn.Parameter), OF_CLASS + "its logits"),
     "__class__": (lambda s, x: x.__class__ is Tensor, OF_CLASS + "its logits"),
     "overrides": (lambda s, x: torch.overrides.has_torch_function((x,)), OF_CLASS + "its logits"),

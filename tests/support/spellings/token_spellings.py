@@ -44,9 +44,14 @@ def capped_then_tempered(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
 
 
+def negated_twice(logits: Tensor, labels: Tensor) -> Tensor:
+    negative = -F.log_softmax(logits.float(), -1)
+    return (-negative).gather(-1, labels[..., None])[..., 0]
+
+
 LOG_PROBS: dict[str, Spelling] = {
     "trl": trl_log_prob, "verl": verl_log_prob, "negated-cross-entropy": negated_cross_entropy,
-    "capped-then-tempered": capped_then_tempered,
+    "capped-then-tempered": capped_then_tempered, "negated-twice": negated_twice,
 }  # fmt: skip
 
 
