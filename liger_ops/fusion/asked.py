@@ -33,6 +33,8 @@ Question = tuple[str, tuple[str, ...]]
 
 _SKIPPED = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "NOT_TAKEN")
 _LIBRARIES = ("torch", "liger_ops")
+# The id of a code object -> the object, which keeps its id, and whether it asks for a class.
+_ASKS: dict[int, tuple[types.CodeType, bool]] = {}
 
 
 @functools.cache
@@ -139,10 +141,15 @@ def watched(is_stand_in: Callable[[Any], bool], stand_ins: list[Any]) -> Iterato
     """Add to `stand_ins` each stand-in for whose class the code asks that runs in the body."""
 
     def look(frame: types.FrameType, event: str, argument: Any) -> None:
-        if (
-            event in ("call", "return")
-            and (stand_in := stand_in_asked(frame, is_stand_in)) is not None
-        ):
+        # Every call in the body comes here. C functions have other events, and the hash of a code
+        # object, which the cache of `questions` needs, takes longer than all the rest.
+        if event != "call" and event != "return":
+            return
+        code = frame.f_code
+        known = _ASKS.get(id(code))
+        if known is None:
+            known = _ASKS[id(code)] = code, bool(questions(code))
+        if known[1] and (stand_in := stand_in_asked(frame, is_stand_in)) is not None:
             stand_ins.append(stand_in)
 
     # On a return, too: by then locals are set that did not exist at the call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import strategies
 from divergence_cases import COSINE
+from liger_ops import library
 from op_checks import (
+    as_tuple,
     assert_backward_matches_truth,
     assert_deterministic,
     assert_forward_matches_truth,
@@ -75,17 +78,38 @@ def test_cases_match_truth(op: OpUnderTest, folder: str, name: str) -> None:
     assert_backward_matches_truth(op, folder, case)
 
 
-@kernels([op for op in DRAWN if op.elementwise])
+ELEMENTWISE = [op for op in DRAWN if op.elementwise]
+
+
+@kernels(ELEMENTWISE)
 def test_a_nan_stays_one(op: OpUnderTest, folder: str) -> None:
-    """Every result and gradient that depends on a NaN is NaN."""
+    def run(case: Any, backward: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return run_kernel(op, folder, backward, case, args)
+
+    assert_a_nan_stays_one(op, run)
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE, ids=lambda op: op.id)
+def test_a_nan_stays_one_in_the_definition(op: OpUnderTest) -> None:
+    """Autograd of `relu` and `clamp` hides a NaN, because their slopes there are 1 and 0."""
+
+    def run(case: Any, backward: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        name = op.backward_name if backward else op.name
+        return as_tuple(library.OPS[name].definition(*args))
+
+    assert_a_nan_stays_one(op, run)
+
+
+def assert_a_nan_stays_one(op: OpUnderTest, run: Callable[..., tuple[Any, ...]]) -> None:
+    """Check that every result and gradient that depends on a NaN is NaN."""
     case = op.sample(torch.float32, rows=1)
     for name in op.gradients_of:
         tensors = op.tensors(case)
         if tensors[name] is None:
             continue
         tensors[name].fill_(float("nan"))
-        outputs = run_kernel(op, folder, False, case, op.forward_args(case, tensors))
-        gradients = run_kernel(op, folder, True, case, op.backward_args(case, tensors))
+        outputs = run(case, False, op.forward_args(case, tensors))
+        gradients = run(case, True, op.backward_args(case, tensors))
         for output in outputs + gradients:
             # The gradient of up depends on gate alone.
             if output is not None and not (name == "up" and output is gradients[1]):

@@ -26,7 +26,7 @@ BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
 BASE = (
     "accepted", "autograd", "axes", "checkout", "compile_cache", "derived", "device", "record",
-    "schemas", "torch_private",
+    "torch_private",
 )  # fmt: skip
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.

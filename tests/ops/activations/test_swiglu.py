@@ -30,8 +30,11 @@ def test_inductor_hands_over_the_halves_of_a_projection_as_they_lie(
 
 @pytest.mark.parametrize("name", ("swiglu", "geglu", "clamped_swiglu"))
 def test_the_forms_are_one(name: str) -> None:
-    op, (gate, up) = getattr(liger_ops, name), 5 * torch.randn(2, 3, 6)
-    assert torch.equal(op(gate, up), op(torch.cat((gate, up), -1)))
+    """Up to rounding: PyTorch's vectorised and scalar code may differ in the last bit, and which of
+    them an element gets depends on its strides and address."""
+    generator = torch.Generator().manual_seed(0)
+    op, (gate, up) = getattr(liger_ops, name), 5 * torch.randn(2, 3, 6, generator=generator)
+    torch.testing.assert_close(op(torch.cat((gate, up), -1)), op(gate, up))
     if name == "clamped_swiglu":
         pairs = torch.stack((gate, up), -1).flatten(-2)
-        assert torch.equal(op(gate, up), op(pairs, interleaved=True))
+        torch.testing.assert_close(op(pairs, interleaved=True), op(gate, up))
