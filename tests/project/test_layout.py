@@ -369,6 +369,11 @@ def test_the_house_is_within_its_budget():
     # The modules of tests are imported by their names alone.
     names = Counter(file.name for file in tests if file.name != "conftest.py")
     wrong += [f"tests: {n} files are called {name}" for name, n in names.items() if n > 1]
+    lines = [len((ROOT / f).read_text().splitlines()) for f in files if f.name != "__init__.py"]
+    if statistics.median(lines) < MEDIAN:
+        wrong.append(
+            f"half of the source files have under {MEDIAN} lines: merge those of a subject"
+        )
     assert len(files) > 100 and not wrong, "\n".join(wrong)
 
 
