@@ -24,6 +24,13 @@ SMALL = ["--device", "cpu", "--compile-backend", "aot_eager", "--batch-size", "2
 SMALL += ["--sequence-length", "32"]
 
 
+@pytest.fixture(autouse=True)
+def without_earlier_compilations() -> None:
+    """Forget what other tests of this process compiled: Dynamo skips a code object for good where
+    one of them could not compile it, and then begins with the functions that it calls."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
