@@ -30,11 +30,11 @@ def test_inductor_hands_over_the_halves_of_a_projection_as_they_lie(
 
 @pytest.mark.parametrize("name", ("swiglu", "geglu", "clamped_swiglu"))
 def test_the_forms_are_one(name: str) -> None:
-    """Up to rounding: PyTorch's vectorised and scalar code may differ in the last bit, and which of
-    them an element gets depends on its strides and address."""
+    # Of 64 columns, which are whole vectors: PyTorch computes what is left of a row by scalar code,
+    # which may differ in the last bit, and only rows that lie apart have such ends.
     generator = torch.Generator().manual_seed(0)
-    op, (gate, up) = getattr(liger_ops, name), 5 * torch.randn(2, 3, 6, generator=generator)
-    torch.testing.assert_close(op(torch.cat((gate, up), -1)), op(gate, up))
+    op, (gate, up) = getattr(liger_ops, name), 5 * torch.randn(2, 3, 64, generator=generator)
+    assert torch.equal(op(gate, up), op(torch.cat((gate, up), -1)))
     if name == "clamped_swiglu":
         pairs = torch.stack((gate, up), -1).flatten(-2)
-        torch.testing.assert_close(op(pairs, interleaved=True), op(gate, up))
+        assert torch.equal(op(gate, up), op(pairs, interleaved=True))
