@@ -10,7 +10,6 @@ is searched for it.
 from __future__ import annotations
 
 import dis
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -33,13 +32,20 @@ Question = tuple[str, tuple[str, ...]]
 
 _SKIPPED = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "NOT_TAKEN")
 _LIBRARIES = ("torch", "liger_ops")
-# The id of a code object -> the object, which keeps its id, and whether it asks for a class.
-_ASKS: dict[int, tuple[types.CodeType, bool]] = {}
+# The id of a code object -> the object, which keeps its id, and its questions. `watched` looks at
+# every call, and the hash of a code object takes longer than all else that it does there.
+_QUESTIONS: dict[int, tuple[types.CodeType, frozenset[Question]]] = {}
 
 
-@functools.cache
 def questions(code: types.CodeType) -> frozenset[Question]:
     """Return the paths of the objects for whose class the code of a function asks."""
+    known = _QUESTIONS.get(id(code))
+    if known is None:
+        known = _QUESTIONS[id(code)] = code, _questions(code)
+    return known[1]
+
+
+def _questions(code: types.CodeType) -> frozenset[Question]:
     paths, names = set(), code.co_names
     if not ("type" in names or "__class__" in names or OVERRIDES.intersection(names)):
         return frozenset()
@@ -141,15 +147,11 @@ def watched(is_stand_in: Callable[[Any], bool], stand_ins: list[Any]) -> Iterato
     """Add to `stand_ins` each stand-in for whose class the code asks that runs in the body."""
 
     def look(frame: types.FrameType, event: str, argument: Any) -> None:
-        # Every call in the body comes here. C functions have other events, and the hash of a code
-        # object, which the cache of `questions` needs, takes longer than all the rest.
-        if event != "call" and event != "return":
-            return
-        code = frame.f_code
-        known = _ASKS.get(id(code))
-        if known is None:
-            known = _ASKS[id(code)] = code, bool(questions(code))
-        if known[1] and (stand_in := stand_in_asked(frame, is_stand_in)) is not None:
+        # The calls of C functions have other events.
+        if (
+            event in ("call", "return")
+            and (stand_in := stand_in_asked(frame, is_stand_in)) is not None
+        ):
             stand_ins.append(stand_in)
 
     # On a return, too: by then locals are set that did not exist at the call.
