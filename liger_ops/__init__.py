@@ -37,6 +37,7 @@ from .ops.attention.neighborhood_attention import (
     neighborhood_attention,
     neighborhood_attention_forward,
 )
+from .ops.attention.varlen_attention import varlen_attention, varlen_attention_forward
 from .ops.attention.multi_token_attention import (
     multi_token_attention,
     multi_token_attention_forward,
@@ -91,6 +92,7 @@ __all__ = [
     "neighborhood_attention", "neighborhood_attention_forward", "nn", "poly_norm", "relu_squared",
     "rms_norm", "rms_norm_rope", "rope", "router_losses", "router_losses_forward", "softmax",
     "sparsemax", "sparsemax_forward", "swiglu", "tiled_mlp", "tiled_mlp_forward", "tvd", "unfuse",
+    "varlen_attention", "varlen_attention_forward",
 ]  # fmt: skip
 
 # Names that load Dynamo: they are imported at first use.

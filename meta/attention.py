@@ -1,5 +1,6 @@
 """Attention ops: the number of blocks of attn_res, the sizes of multi_token_attention's
-convolution, and the heads and windows of neighborhood_attention.
+convolution, the heads of neighborhood_attention and varlen_attention, and the windows and documents
+of each.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from typing import Any
 
 from ..ops.attention.multi_token_attention import Convolution
 from ..ops.attention.windows import per_dimension
+from ..ops.tensors import equal
 from . import checks
 from .checks import op
 from .lines import also, gives
@@ -72,17 +74,40 @@ gives("like", "neighborhood_attention")(checks.in_layout_of)
 
 @also("neighborhood_attention")
 def heads(call: Any) -> None:
-    op, shape, key_heads = checks.op(call), tuple(call.query.shape), call.key.shape[1]
+    op, shape = checks.op(call), tuple(call.query.shape)
     if len(shape) not in (4, 5):
         raise ValueError(f"{op}: query must have one or two spatial dimensions, got shape {shape}")
-    if not 1 <= shape[-1] <= MOST_COLUMNS:
+    _check_heads(call, "query")
+
+
+def _check_heads(call: Any, *names: str) -> None:
+    """Check the widths of these tensors' heads, and that keys' heads divide those of queries."""
+    op, heads, key_heads = checks.op(call), call.query.shape[1], call.key.shape[1]
+    for name in names:
+        columns = getattr(call, name).shape[-1]
+        if not 1 <= columns <= MOST_COLUMNS:
+            raise ValueError(
+                f"{op}: {name} must have from 1 to {MOST_COLUMNS} elements in its last dimension,"
+                f" got {columns}"
+            )
+    if key_heads < 1 or heads % key_heads != 0:
         raise ValueError(
-            f"{op}: query must have from 1 to {MOST_COLUMNS} elements in its last dimension,"
-            f" got {shape[-1]}"
+            f"{op}: the heads of key must divide the {heads} of query, got {key_heads}"
         )
-    if key_heads < 1 or shape[1] % key_heads != 0:
+
+
+@also("varlen_attention")
+def documents(call: Any) -> None:
+    _check_heads(call, "query", "value")
+    bounds = call.cu_seqlens.shape[0]
+    if bounds < 1:
+        raise ValueError(f"{op(call)}: cu_seqlens must have at least one element, got none")
+    if call.lengths is not None and not equal(
+        call.lengths.shape, (bounds - 1,), f"{op(call)}: lengths"
+    ):
         raise ValueError(
-            f"{op}: the heads of key must divide the {shape[1]} of query, got {key_heads}"
+            f"{op(call)}: lengths must have {bounds - 1} elements, one for each document of"
+            f" cu_seqlens, got {call.lengths.shape[0]}"
         )
 
 

@@ -1,0 +1,137 @@
+"""varlen_attention: choose an engine for a call, and complete what the engine leaves."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .... import library
+from ....ops.attention.varlen_attention import ENGINES
+from . import cudnn_engine, flash_engine, varlen_kernels
+
+VARIABLE = "LIGER_OPS_ATTENTION"
+# Forward and backward on an H200, causal, bfloat16, TFLOP/s of visible pairs by cuDNN, FlashAttention
+# 2 and the kernels of this package, 32 heads of 128 and 8 of keys: 4 documents of 4096 tokens 418,
+# 267, 313; 10 of 64 to 3779 tokens 318, 225, 270; 2 of 8192 with a window of 4096 445, 272, 337; 16 of
+# 1024 184, 177, 211; 64 of 256 56, 66, 72. 8 of 2048 with a window of 128, 64 heads of 64 41, 52, 63.
+# 4 of 4096 with a window of 512, 4 heads of 256 61, 96, 55.
+LONG, WIDE_WINDOW = 2048, 1024
+LARGE_HEADS = 128
+
+
+class _Engine(NamedTuple):
+    """Attributes:
+    obstacle: returns why the engine does not take a call, or None.
+    forward, backward: compute into outputs, and return the results, in these or in others.
+    """
+
+    obstacle: Callable[[Any], str | None]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+ENGINES_OF_OTHERS = {
+    "cudnn": _Engine(cudnn_engine.obstacle, cudnn_engine.forward, cudnn_engine.backward),
+    "flash": _Engine(flash_engine.obstacle, flash_engine.forward, flash_engine.backward),
+}
+# Engines that failed, by the form of the call.
+_failed: set[tuple[Any, ...]] = set()
+_warned: set[tuple[str, str]] = set()
+
+
+def engines(call: Any) -> Iterator[str]:
+    """Yield the engine to try for a call before this package's own kernels, if any."""
+    wanted = call.engine
+    if wanted == "auto":
+        wanted = os.environ.get(VARIABLE, "auto")
+        if wanted not in ENGINES:
+            raise ValueError(
+                f"varlen_attention: {VARIABLE} must be one of {', '.join(ENGINES)}, got {wanted!r}"
+            )
+    if wanted == "auto":
+        order = _fastest(call)
+    else:
+        order = [] if wanted == "triton" else [wanted]
+    for name in order:
+        reason = ENGINES_OF_OTHERS[name].obstacle(call)
+        if reason is None:
+            yield name
+        elif wanted != "auto":
+            _warn(name, reason)
+
+
+def _fastest(call: Any) -> list[str]:
+    """Return the engines that are faster for a call than the kernels of this package."""
+    if max(call.query.shape[-1], call.value.shape[-1]) > LARGE_HEADS:
+        return ["flash"]
+    is_wide = call.window_left < 0 or call.window_left >= WIDE_WINDOW - 1
+    return ["cudnn"] if is_wide and call.max_seqlen >= LONG else []
+
+
+def _warn(name: str, reason: str) -> None:
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(
+            f"varlen_attention: 'triton' replaces the engine {name!r}: {reason}", stacklevel=2
+        )
+
+
+def _form(name: str, call: Any) -> tuple[Any, ...]:
+    """Return what decides, beside the documents, whether an engine takes a call."""
+    sizes = (call.query.shape[1:], call.value.shape[1:], call.query.dtype, call.query.device)
+    options = (call.window_left, call.window_right, call.lengths is None)
+    return (name, type(call).__name__, *sizes, *options)
+
+
+def _by_others(call: Any, compute: Callable[[_Engine], Any]) -> Any:
+    """Return what the first engine of others computes that takes the call, or None."""
+    for name in engines(call):
+        if (form := _form(name, call)) in _failed:
+            continue
+        try:
+            return compute(ENGINES_OF_OTHERS[name])
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            _failed.add(form)
+            _warn(name, f"{type(error).__name__}: {error}")
+    return None
+
+
+# allocates=True, because engines allocate their results.
+@library.kernel("varlen_attention_forward", "cuda", allocates=True)
+def forward(call: Any) -> tuple[Tensor, Tensor]:
+    y, lse = library.allocate("varlen_attention_forward", call)
+    if y.numel() == 0:
+        return y, lse
+    results = _by_others(call, lambda engine: engine.forward(call, y, lse))
+    if results is None:
+        varlen_kernels.forward(call, y, lse)
+        return y, lse
+    varlen_kernels.complete(call, *results)
+    return results
+
+
+@library.kernel("varlen_attention_backward", "cuda", allocates=True)
+def backward(call: Any) -> tuple[Tensor | None, ...]:
+    outputs = library.allocate("varlen_attention_backward", call)
+    *gradients, dsinks = outputs
+    if call.dy.numel() == 0:
+        return tuple(None if output is None else output.zero_() for output in outputs)
+    results = None
+    if any(gradient is not None for gradient in gradients):
+        results = _by_others(call, lambda engine: engine.backward(call, *gradients))
+    if results is None:
+        varlen_kernels.backward(call, *outputs)
+        return outputs
+    if dsinks is not None:
+        varlen_kernels.delta_of(call, dsinks)
+    for result, of_keys in zip(results, (False, True, True), strict=True):
+        varlen_kernels.complete(call, result, of_keys=of_keys)
+    wanted = zip(results, gradients, strict=True)
+    return (*(None if gradient is None else result for result, gradient in wanted), dsinks)
