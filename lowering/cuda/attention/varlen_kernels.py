@@ -588,7 +588,8 @@ def complete(call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool =
         y, lse, None if lse is None else call.sinks, call.cu_seqlens.contiguous(),
         None if call.lengths is None else call.lengths.contiguous(),
         call.cu_seqlens.shape[0] - 1, T, E, call.max_seqlen, *y.stride()[:2],
-        OF_KEYS=of_keys, BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), BLOCK_DOCUMENTS=128, num_warps=4,
+        OF_KEYS=of_keys, BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), BLOCK_DOCUMENTS=128,
+        num_warps=4,
     )  # fmt: skip
 
 
