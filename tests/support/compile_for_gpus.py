@@ -44,7 +44,7 @@ TARGETS = {
 }
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 # Flag that host code sets if the GPU supports a feature -> the least compute capability.

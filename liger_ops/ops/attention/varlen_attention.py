@@ -20,7 +20,7 @@ BOUND = Accepted("at least 0, or -1 for no bound", lambda value: value >= -1)
 @library.compose
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    lengths: Tensor | None = None, sinks: Tensor | None = None,
+    lengths: Tensor | None = None, key_mask: Tensor | None = None, sinks: Tensor | None = None,
     window_left: int = -1, window_right: int = 0,
     scale: float | None = None, softcap: float | None = None, engine: str = "auto",
 ) -> Tensor:  # fmt: skip
@@ -30,7 +30,7 @@ def varlen_attention(
     Document n is the tokens from cu_seqlens[n] to cu_seqlens[n + 1]. With l_n its keys, which are
     its first lengths[n] tokens or all of them, token i of a document sees its keys j with
 
-        i - window_left <= j <= i + window_right and 0 <= j < l_n
+        i - window_left <= j <= i + window_right and 0 <= j < l_n and key_mask of j is True
 
     and, with s_ij = scale * query_i . key_j, or softcap * tanh(s_ij / softcap) if softcap is given,
 
@@ -92,6 +92,10 @@ def varlen_attention(
         max_seqlen: at least the length of the longest document; not checked.
         lengths: (N,), int32 or int64: the number of tokens of each document that are keys, from 0
             to its length. None for all.
+        key_mask: (T,), bool: False for tokens that no query sees. None for none. The engines of
+            others do not know it: where it hides a key of a document, which the device finds out,
+            "triton" computes the batch again. So padding is told by cu_seqlens and lengths, and
+            key_mask costs time only for a mask with holes.
         sinks: (H,), floating point: a score for each head that takes weight and has no value.
         window_left: how many tokens before its own a query sees; -1 for all. A sliding window of w
             tokens, as transformers counts it, is window_left = w - 1.
@@ -105,7 +109,7 @@ def varlen_attention(
 
     Raises:
         TypeError: query, key, value or sinks is not floating point, the dtypes of query, key and
-            value differ, or cu_seqlens or lengths is neither int32 nor int64.
+            value differ, cu_seqlens or lengths is neither int32 nor int64, or key_mask is not bool.
         ValueError: the shapes do not fit together, H' does not divide H, or D or E is 0 or above
             256; cu_seqlens is empty; max_seqlen is below 1, or a bound of the window below -1;
             scale or softcap is not a number above 0; engine is unknown; or the devices differ.
@@ -119,7 +123,7 @@ def varlen_attention(
         tensor([0.0000, 0.5000, 2.0000, 2.5000, 3.0000])
     """
     query, key, value = cast_for_products(query, key, value)
-    options = (lengths, sinks, window_left, window_right, scale, softcap, engine)
+    options = (lengths, key_mask, sinks, window_left, window_right, scale, softcap, engine)
     return varlen_attention_forward(query, key, value, cu_seqlens, max_seqlen, *options)[0]
 
 
@@ -128,7 +132,7 @@ def varlen_attention(
     strides=torch.Tag.needs_exact_strides,
     returns="y lse",
     axes="query=T h D, key=T h' D: query, value=T h' E: query, cu_seqlens=M: int, lengths=N: int,"
-    "sinks=h -> y=T h E, lse=h T: float32+query",
+    "key_mask=T: any, sinks=h -> y=T h E, lse=h T: float32+query",
     options={
         "max_seqlen": AT_LEAST_1, "window_left": BOUND, "window_right": BOUND,
         "scale": POSITIVE, "softcap": POSITIVE, "engine": ENGINES,
@@ -161,7 +165,7 @@ def varlen_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
 
 @library.backward(
     "varlen_attention_forward",
-    "dy query key value y lse cu_seqlens max_seqlen lengths sinks ... output_mask"
+    "dy query key value y lse cu_seqlens max_seqlen lengths key_mask sinks ... output_mask"
     " -> dquery dkey dvalue dsinks",
     returns="dquery dkey dvalue dsinks",
 )
@@ -238,6 +242,8 @@ class _Attention:
         index = document.clamp(0, count - 1)
         ends = call.cu_seqlens[1:] if call.lengths is None else call.cu_seqlens[:-1] + call.lengths
         is_key = inside & (tokens < ends[index])
+        if call.key_mask is not None:
+            is_key = is_key & call.key_mask
         visible = (document[:, None] == document) & inside[:, None] & is_key
         distance = tokens - tokens[:, None]
         if call.window_left >= 0:

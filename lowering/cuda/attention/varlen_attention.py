@@ -109,11 +109,16 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     y, lse = library.allocate("varlen_attention_forward", call)
     if y.numel() == 0:
         return y, lse
+    holes = varlen_kernels.holes_of(call)
     results = _by_others(call, lambda engine: engine.forward(call, y, lse))
     if results is None:
-        varlen_kernels.forward(call, y, lse)
+        varlen_kernels.forward(call, y, lse, holes)
         return y, lse
     varlen_kernels.complete(call, *results)
+    if holes is not None:
+        # No engine of others knows key_mask. Whether it has holes is known on the device, where the
+        # programs of this kernel end at once without them.
+        varlen_kernels.forward(call, *results, holes, only_holes=True)
     return results
 
 
@@ -123,15 +128,18 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     *gradients, dsinks = outputs
     if call.dy.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
-    results = None
+    holes, results = varlen_kernels.holes_of(call), None
     if any(gradient is not None for gradient in gradients):
         results = _by_others(call, lambda engine: engine.backward(call, *gradients))
     if results is None:
-        varlen_kernels.backward(call, *outputs)
+        varlen_kernels.backward(call, *outputs, holes)
         return outputs
-    if dsinks is not None:
-        varlen_kernels.delta_of(call, dsinks)
     for result, of_keys in zip(results, (False, True, True), strict=True):
         varlen_kernels.complete(call, result, of_keys=of_keys)
     wanted = zip(results, gradients, strict=True)
-    return (*(None if gradient is None else result for result, gradient in wanted), dsinks)
+    kept = [None if gradient is None else result for result, gradient in wanted]
+    if dsinks is not None:
+        varlen_kernels.delta_of(call, dsinks)
+    if holes is not None:
+        varlen_kernels.backward(call, *kept, None, holes, only_holes=True)
+    return (*kept, dsinks)

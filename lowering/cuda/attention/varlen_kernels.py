@@ -98,14 +98,25 @@ def _store_rows(ptr, rows, stride, end, cols, D, values):
 
 
 @triton.jit
-def _is_seen(query, key, length, keys, window_left, window_right):
-    # `query` and `key` broadcast against each other.
+def _is_seen(query, key, is_key, length, keys, window_left, window_right):
+    # `query`, `key` and `is_key` broadcast against each other.
     seen = (key < keys) & (query < length)
+    if is_key is not None:
+        seen = seen & is_key
     if window_left is not None:
         seen = seen & (key >= query - window_left)
     if window_right is not None:
         seen = seen & (key <= query + window_right)
     return seen
+
+
+@triton.jit
+def _is_key(key_mask_ptr, key, keys):
+    # Without a mask, every token may be a key.
+    is_key = None
+    if key_mask_ptr is not None:
+        is_key = tl.load(key_mask_ptr + key, mask=key < keys, other=0) != 0
+    return is_key
 
 
 @triton.jit
@@ -150,109 +161,6 @@ def _keys_of_tile(
 
 
 @triton.jit
-def _visit_keys(
-    q, maximum, total, mixed, query, k_ptr, v_ptr, k_t, v_t,
-    low, high, length, keys, D, E, window_left, window_right, scale, softcap,
-    MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    cols, value_cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    for start in tl.range(low, high, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
-        score = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
-        if MASKED:
-            # A row without any key so far keeps the maximum LOWEST, for which exponentials are 0.
-            seen = _is_seen(query[:, None], key[None, :], length, keys, window_left, window_right)
-            score = tl.where(seen, score, -float("inf"))
-        higher = tl.maximum(maximum, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
-        decay = tl.exp2(maximum - higher)
-        total = total * decay + tl.sum(p, 1)
-        v = _load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
-        mixed = tl.dot(p.to(v.dtype), v, mixed * decay[:, None], input_precision=PRECISION)
-        maximum = higher
-    return maximum, total, mixed
-
-
-@triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
-def _varlen_forward_kernel(
-    q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, sinks_ptr, y_ptr, lse_ptr,
-    N, T, D, E, group, q_t, q_h, k_t, k_h, v_t, v_h, y_t, y_h,
-    window_left, window_right, scale, softcap,
-    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_M)
-    if first >= length:
-        return
-    head = tl.program_id(1).to(tl.int64)
-    q_ptr += begin * q_t + head * q_h
-    k_ptr += begin * k_t + head // group * k_h
-    v_ptr += begin * v_t + head // group * v_h
-    query = first + tl.arange(0, BLOCK_M)
-    q = _load_rows(q_ptr, query, q_t, length, tl.arange(0, BLOCK_D), D, True, EVEN_D)
-    maximum = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    mixed = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    low, full_low, full_high, high = _keys_of_tile(
-        first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
-    )
-    if window_left is not None:
-        maximum, total, mixed = _visit_keys(
-            q, maximum, total, mixed, query, k_ptr, v_ptr, k_t, v_t,
-            low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
-            True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    maximum, total, mixed = _visit_keys(
-        q, maximum, total, mixed, query, k_ptr, v_ptr, k_t, v_t,
-        full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
-        False, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    maximum, total, mixed = _visit_keys(
-        q, maximum, total, mixed, query, k_ptr, v_ptr, k_t, v_t,
-        full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
-        True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        higher = tl.maximum(maximum, sink)
-        decay = tl.exp2(maximum - higher)
-        total = total * decay + tl.exp2(sink - higher)
-        mixed = mixed * decay[:, None]
-        maximum = higher
-    is_empty = total == 0.0
-    mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
-    y_ptr += begin * y_t + head * y_h
-    _store_rows(y_ptr, query, y_t, length, tl.arange(0, BLOCK_E), E, mixed)
-    lse = (maximum + tl.log2(tl.where(is_empty, 1.0, total))) * LN2
-    lse = tl.where(is_empty, -float("inf"), lse)
-    tl.store(lse_ptr + (head * T + begin + query), lse, mask=query < length)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _varlen_delta_kernel(
-    dy_ptr, y_ptr, lse_ptr, sinks_ptr, delta_ptr, dsinks_ptr,
-    T, H, E, dy_t, dy_h, y_t, y_h,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    # delta_i = dy_i . y_i; and the part of the sinks' gradient that these tokens have.
-    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_E)
-    dy = _load_rows(dy_ptr + head * dy_h, token, dy_t, T, cols, E, True, False).to(tl.float32)
-    y = _load_rows(y_ptr + head * y_h, token, y_t, T, cols, E, True, False).to(tl.float32)
-    delta = tl.sum(dy * y, 1)
-    at = head * T + token
-    tl.store(delta_ptr + at, delta, mask=token < T)
-    if dsinks_ptr is not None:
-        lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        share = tl.where(token < T, tl.exp2((sink - lse) * LOG2E), 0.0)
-        tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
-
-
-@triton.jit
 def _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS: tl.constexpr):
     # Return which tokens engines leave out: those of no document and, with lengths, queries of
     # documents without keys, or tokens that are not keys.
@@ -274,6 +182,140 @@ def _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS: tl.constexpr):
             position = token - _first_token(low, cu_ptr, N, T)
         outside = outside | (position >= keys)
     return outside
+
+
+@triton.jit
+def _without_full_tiles(holes_ptr, low, full_low, full_high):
+    # A tile of keys with a hole needs the mask: then no tile goes without.
+    has_holes = tl.load(holes_ptr) != 0
+    return tl.where(has_holes, low, full_low), tl.where(has_holes, low, full_high)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def _varlen_holes_kernel(cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr, N, T, BLOCK_M: tl.constexpr):
+    # Set `holes` if a token is a key by its document, and not by the mask.
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = token < T
+    is_key = tl.load(key_mask_ptr + token, mask=inside, other=1) != 0
+    outside = _without_result(token, cu_ptr, lengths_ptr, N, T, True)
+    is_hole = (inside & ~outside & ~is_key).to(tl.int32)
+    if tl.max(is_hole, 0) != 0:
+        tl.store(holes_ptr, 1)
+
+
+@triton.jit
+def _visit_keys(
+    q, maximum, total, mixed, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
+    low, high, length, keys, D, E, window_left, window_right, scale, softcap,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    cols, value_cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    for start in tl.range(low, high, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
+        score = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
+        if MASKED:
+            # A row without any key so far keeps the maximum LOWEST, for which exponentials are 0.
+            is_key = _is_key(key_mask_ptr, key[None, :], keys)
+            seen = _is_seen(
+                query[:, None], key[None, :], is_key, length, keys, window_left, window_right
+            )
+            score = tl.where(seen, score, -float("inf"))
+        higher = tl.maximum(maximum, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        decay = tl.exp2(maximum - higher)
+        total = total * decay + tl.sum(p, 1)
+        v = _load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
+        mixed = tl.dot(p.to(v.dtype), v, mixed * decay[:, None], input_precision=PRECISION)
+        maximum = higher
+    return maximum, total, mixed
+
+
+@triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
+def _varlen_forward_kernel(
+    q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr, sinks_ptr, y_ptr, lse_ptr,
+    N, T, D, E, group, q_t, q_h, k_t, k_h, v_t, v_h, y_t, y_h,
+    window_left, window_right, scale, softcap,
+    ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
+        if tl.load(holes_ptr) == 0:
+            return
+    begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_M)
+    if first >= length:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    q_ptr += begin * q_t + head * q_h
+    k_ptr += begin * k_t + head // group * k_h
+    v_ptr += begin * v_t + head // group * v_h
+    query = first + tl.arange(0, BLOCK_M)
+    q = _load_rows(q_ptr, query, q_t, length, tl.arange(0, BLOCK_D), D, True, EVEN_D)
+    maximum = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    mixed = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    low, full_low, full_high, high = _keys_of_tile(
+        first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
+    )
+    if key_mask_ptr is not None:
+        key_mask_ptr += begin
+        full_low, full_high = _without_full_tiles(holes_ptr, low, full_low, full_high)
+    if window_left is not None:
+        maximum, total, mixed = _visit_keys(
+            q, maximum, total, mixed, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
+            low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
+            True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    maximum, total, mixed = _visit_keys(
+        q, maximum, total, mixed, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
+        full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
+        False, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
+    maximum, total, mixed = _visit_keys(
+        q, maximum, total, mixed, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
+        full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
+        True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(maximum, sink)
+        decay = tl.exp2(maximum - higher)
+        total = total * decay + tl.exp2(sink - higher)
+        mixed = mixed * decay[:, None]
+        maximum = higher
+    is_empty = total == 0.0
+    mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
+    y_ptr += begin * y_t + head * y_h
+    _store_rows(y_ptr, query, y_t, length, tl.arange(0, BLOCK_E), E, mixed)
+    lse = (maximum + tl.log2(tl.where(is_empty, 1.0, total))) * LN2
+    lse = tl.where(is_empty, -float("inf"), lse)
+    tl.store(lse_ptr + (head * T + begin + query), lse, mask=query < length)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _varlen_delta_kernel(
+    dy_ptr, y_ptr, lse_ptr, sinks_ptr, holes_ptr, delta_ptr, dsinks_ptr,
+    T, H, E, dy_t, dy_h, y_t, y_h,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    if holes_ptr is not None:  # noqa: SIM102
+        if tl.load(holes_ptr) == 0:
+            return
+    # delta_i = dy_i . y_i; and the part of the sinks' gradient that these tokens have.
+    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_E)
+    dy = _load_rows(dy_ptr + head * dy_h, token, dy_t, T, cols, E, True, False).to(tl.float32)
+    y = _load_rows(y_ptr + head * y_h, token, y_t, T, cols, E, True, False).to(tl.float32)
+    delta = tl.sum(dy * y, 1)
+    at = head * T + token
+    tl.store(delta_ptr + at, delta, mask=token < T)
+    if dsinks_ptr is not None:
+        lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        share = tl.where(token < T, tl.exp2((sink - lse) * LOG2E), 0.0)
+        tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
 
 
 @triton.jit(do_not_specialize=["N", "T", "longest"])
@@ -319,7 +361,7 @@ def _varlen_complete_kernel(
 
 @triton.jit
 def _visit_keys_of_gradient(
-    q, dy, lse, delta, dq, query, k_ptr, v_ptr, k_t, v_t,
+    q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
     MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -333,7 +375,10 @@ def _visit_keys_of_gradient(
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         shifted = score - lse[:, None]
         if MASKED:
-            seen = _is_seen(query[:, None], key[None, :], length, keys, window_left, window_right)
+            is_key = _is_key(key_mask_ptr, key[None, :], keys)
+            seen = _is_seen(
+                query[:, None], key[None, :], is_key, length, keys, window_left, window_right
+            )
             shifted = tl.where(seen, shifted, -float("inf"))
         ds = tl.exp2(shifted) * (dp - delta[:, None])
         if softcap is not None:
@@ -347,12 +392,16 @@ def _visit_keys_of_gradient(
 
 @triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
 def _varlen_query_gradient_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, lse_ptr, delta_ptr, dq_ptr,
+    dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr,
+    lse_ptr, delta_ptr, dq_ptr,
     N, T, D, E, group, dy_t, dy_h, q_t, q_h, k_t, k_h, v_t, v_h, dq_t, dq_h,
     window_left, window_right, scale, softcap,
-    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
+    ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
+        if tl.load(holes_ptr) == 0:
+            return
     begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_M)
     if first >= length:
         return
@@ -371,19 +420,22 @@ def _varlen_query_gradient_kernel(
     low, full_low, full_high, high = _keys_of_tile(
         first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
     )
+    if key_mask_ptr is not None:
+        key_mask_ptr += begin
+        full_low, full_high = _without_full_tiles(holes_ptr, low, full_low, full_high)
     if window_left is not None:
         dq = _visit_keys_of_gradient(
-            q, dy, lse, delta, dq, query, k_ptr, v_ptr, k_t, v_t,
+            q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
             low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     dq = _visit_keys_of_gradient(
-        q, dy, lse, delta, dq, query, k_ptr, v_ptr, k_t, v_t,
+        q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
         full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
         False, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     dq = _visit_keys_of_gradient(
-        q, dy, lse, delta, dq, query, k_ptr, v_ptr, k_t, v_t,
+        q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
         full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
         True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
@@ -392,7 +444,7 @@ def _varlen_query_gradient_kernel(
 
 @triton.jit
 def _visit_queries(
-    k, v, dk, dv, key, q_ptr, dy_ptr, lse_ptr, delta_ptr, q_t, dy_t,
+    k, v, dk, dv, key, is_key, q_ptr, dy_ptr, lse_ptr, delta_ptr, q_t, dy_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
     WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr,
     MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
@@ -409,7 +461,9 @@ def _visit_queries(
         score = _scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
         shifted = score - lse[None, :]
         if MASKED:
-            seen = _is_seen(query[None, :], key[:, None], length, keys, window_left, window_right)
+            seen = _is_seen(
+                query[None, :], key[:, None], is_key, length, keys, window_left, window_right
+            )
             shifted = tl.where(seen, shifted, -float("inf"))
         p = tl.exp2(shifted)
         if WANTS_VALUE:
@@ -428,12 +482,16 @@ def _visit_queries(
 
 @triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
 def _varlen_key_gradient_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr,
+    lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     N, T, D, E, group, dy_t, dy_h, q_t, q_h, k_t, k_h, v_t, v_h, dk_t, dk_h, dv_t, dv_h,
     window_left, window_right, scale, softcap,
-    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
+    ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
+        if tl.load(holes_ptr) == 0:
+            return
     begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_N)
     if first >= length:
         return
@@ -463,6 +521,10 @@ def _varlen_key_gradient_kernel(
     seeing_all = tl.where(first + BLOCK_N <= keys, seeing_all, 0)
     full_high = low + tl.maximum(seeing_all - low, 0) // BLOCK_M * BLOCK_M
     full_high = tl.maximum(full_high, full_low)
+    if key_mask_ptr is not None:
+        key_mask_ptr += begin
+        full_low, full_high = _without_full_tiles(holes_ptr, low, full_low, full_high)
+    is_key = _is_key(key_mask_ptr, key[:, None], keys)
     for i in tl.range(0, group):
         head = key_head * group + i
         q = q_ptr + (begin * q_t + head * q_h)
@@ -470,19 +532,19 @@ def _varlen_key_gradient_kernel(
         lse = lse_ptr + (head * T + begin)
         delta = delta_ptr + (head * T + begin)
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, q, dy, lse, delta, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
             low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
             dk_ptr is not None, dv_ptr is not None,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, q, dy, lse, delta, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
             full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
             dk_ptr is not None, dv_ptr is not None,
             False, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, q, dy, lse, delta, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
             full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
             dk_ptr is not None, dv_ptr is not None,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
@@ -520,11 +582,14 @@ class _Launches:
         self.call = call
         self.T, self.H, self.D = call.query.shape
         self.key_heads, self.E = call.value.shape[1:]
-        self.documents = call.cu_seqlens.shape[0] - 1
+        self.count = call.cu_seqlens.shape[0] - 1
         self.scale = self.D**-0.5 if call.scale is None else call.scale
         self.query, self.key, self.value = map(unit_stride, (call.query, call.key, call.value))
         self.cu_seqlens = call.cu_seqlens.contiguous()
         self.lengths = None if call.lengths is None else call.lengths.contiguous()
+        self.key_mask = None
+        if call.key_mask is not None:
+            self.key_mask = call.key_mask.contiguous().view(torch.uint8)
         self.window = tuple(
             None if bound < 0 else bound for bound in (call.window_left, call.window_right)
         )
@@ -532,34 +597,55 @@ class _Launches:
         exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(self.query)
         self.precision = "ieee" if exact else "tf32"
 
+    def documents(self, holes: Tensor | None) -> tuple[Tensor | None, ...]:
+        return self.cu_seqlens, self.lengths, self.key_mask, holes
+
     def launch(
         self, kind: str, kernel: Any, tensors: tuple[Tensor | None, ...],
-        strided: tuple[Tensor | None, ...],
+        strided: tuple[Tensor | None, ...], only_holes: bool,
     ) -> None:  # fmt: skip
         tiles = tiles_of(kind, self.query, max(self.D, self.E))
         block, heads = (tiles.BLOCK_N, self.key_heads) if kind == "key" else (tiles.BLOCK_M, self.H)
         BLOCK_D, BLOCK_E = (next_power_of_2(max(16, columns)) for columns in (self.D, self.E))
         strides = (n for x in strided for n in ((0, 0) if x is None else x.stride()[:2]))
         launch(
-            kernel, (self.T // block + self.documents + 2, heads), self.query,
-            *tensors, self.documents, self.T, self.D, self.E, self.H // self.key_heads, *strides,
+            kernel, (self.T // block + self.count + 2, heads), self.query,
+            *tensors, self.count, self.T, self.D, self.E, self.H // self.key_heads, *strides,
             *self.window, self.scale, self.call.softcap,
-            EVEN_D=BLOCK_D == self.D, EVEN_E=BLOCK_E == self.E, PRECISION=self.precision,
+            ONLY_HOLES=only_holes, EVEN_D=BLOCK_D == self.D, EVEN_E=BLOCK_E == self.E,
+            PRECISION=self.precision,
             BLOCK_M=tiles.BLOCK_M, BLOCK_N=tiles.BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
 
-def forward(call: Any, y: Tensor, lse: Tensor) -> None:
+def holes_of(call: Any) -> Tensor | None:
+    """Return a tensor of one int32, 1 if key_mask hides a key of a document; None without it."""
+    if call.key_mask is None:
+        return None
+    launches = _Launches(call)
+    holes = torch.zeros(1, dtype=torch.int32, device=call.query.device)
+    launch(
+        _varlen_holes_kernel, (cdiv(launches.T, 1024),), launches.query,
+        *launches.documents(holes), launches.count, launches.T, BLOCK_M=1024,
+    )  # fmt: skip
+    return holes
+
+
+def forward(
+    call: Any, y: Tensor, lse: Tensor, holes: Tensor | None, only_holes: bool = False
+) -> None:
+    """Compute y and lse; `holes` is that of `holes_of`. With `only_holes` nothing is written if
+    there are no holes."""
     launches = _Launches(call)
     strided = (launches.query, launches.key, launches.value, y)
-    documents = (launches.cu_seqlens, launches.lengths)
-    tensors = (*strided[:3], *documents, call.sinks, y, lse)
-    launches.launch("forward", _varlen_forward_kernel, tensors, strided)
+    tensors = (*strided[:3], *launches.documents(holes), call.sinks, y, lse)
+    launches.launch("forward", _varlen_forward_kernel, tensors, strided, only_holes)
 
 
-def delta_of(call: Any, dsinks: Tensor | None) -> Tensor:
-    """Compute delta, (H, T) in float32, and write the sinks' gradient into `dsinks`, if given."""
+def delta_of(call: Any, dsinks: Tensor | None, holes: Tensor | None = None) -> Tensor:
+    """Compute delta, (H, T) in float32, and write the sinks' gradient into `dsinks`, if given. With
+    `holes`, delta is computed only if there are holes."""
     dy, y = unit_stride(call.dy), unit_stride(call.y)
     T, H, E = y.shape
     delta = torch.empty(H, T, dtype=torch.float32, device=y.device)
@@ -567,7 +653,7 @@ def delta_of(call: Any, dsinks: Tensor | None) -> Tensor:
     partial = None if dsinks is None else delta.new_empty(programs, H)
     launch(
         _varlen_delta_kernel, (programs, H), y,
-        dy, y, call.lse.contiguous(), None if dsinks is None else call.sinks, delta, partial,
+        dy, y, call.lse.contiguous(), None if dsinks is None else call.sinks, holes, delta, partial,
         T, H, E, *dy.stride()[:2], *y.stride()[:2],
         BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), num_warps=4,
     )  # fmt: skip
@@ -595,18 +681,21 @@ def complete(call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool =
 
 def backward(
     call: Any, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None,
-    dsinks: Tensor | None,
+    dsinks: Tensor | None, holes: Tensor | None, only_holes: bool = False,
 ) -> None:  # fmt: skip
-    launches, delta = _Launches(call), delta_of(call, dsinks)
+    """Compute the gradients that are not None; `holes` and `only_holes` are as of `forward`."""
+    launches = _Launches(call)
+    delta = delta_of(call, dsinks, holes if only_holes else None)
     strided = (unit_stride(call.dy), launches.query, launches.key, launches.value)
-    documents = (launches.cu_seqlens, launches.lengths)
-    tensors = (*strided, *documents, call.lse.contiguous(), delta)
+    tensors = (*strided, *launches.documents(holes), call.lse.contiguous(), delta)
     if dquery is not None:
         launches.launch(
-            "query", _varlen_query_gradient_kernel, (*tensors, dquery), (*strided, dquery)
-        )
+            "query", _varlen_query_gradient_kernel,
+            (*tensors, dquery), (*strided, dquery), only_holes,
+        )  # fmt: skip
     if dkey is not None or dvalue is not None:
         gradients = (dkey, dvalue)
         launches.launch(
-            "key", _varlen_key_gradient_kernel, (*tensors, *gradients), (*strided, *gradients)
-        )
+            "key", _varlen_key_gradient_kernel,
+            (*tensors, *gradients), (*strided, *gradients), only_holes,
+        )  # fmt: skip
