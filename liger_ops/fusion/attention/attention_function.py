@@ -1,13 +1,15 @@
 """The mask functions and attention functions that `fuse` registers in transformers.
 
 A mask function makes a mask for the fastest exact engine. The mask is None if attention is causal
-and nothing else: scaled_dot_product_attention is then called with is_causal=True. Where
+and nothing else: scaled_dot_product_attention is then called with is_causal=True. Causal windows
+and padding are `Documents`, which a compiled model computes without a look at its padding. Where
 flex_attention runs, other masks are block masks. The model's own mask function makes the mask on
 other devices, in float32, for queries that follow a cache, and for mask functions of users, which
 need not accept indices that broadcast.
 
-An attention function calls flash attention or flex_attention with a block mask, and with any other
-mask the model's own function: scaled_dot_product_attention, or the code in the model's file.
+An attention function calls varlen_attention with documents, flex_attention with a block mask, and
+with any other mask the model's own function: scaled_dot_product_attention, or the code in the
+model's file.
 
 A block mask is made of any predicate of indices, without a dense mask in memory: a function that
 takes tensors of batch, head, query and key indices that broadcast, and returns whether the query
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ...accepted import is_scale
-from ...rewrites.attention import flash_attention
+from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...rewrites.attention.mask.blocks import (
@@ -47,15 +49,13 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class AnnotatedBlockMask(BlockMask):
-    """A block mask of flex_attention, with two facts that the engines need.
+    """A block mask of flex_attention, with a fact that it does not hold.
 
     Attributes:
-        window: the size of the sliding window, if the mask is a causal window and nothing else.
         unseen: (batch, queries), True for the queries that see no key, if these are to get the mean
             of all values. The mask that flex_attention gets shows them all keys.
     """
 
-    window: int | None = None
     unseen: Tensor | None = None
 
     def contiguous(self) -> AnnotatedBlockMask:
@@ -99,15 +99,28 @@ def _rows(elements: int) -> int | None:
     return None if torch.compiler.is_compiling() else max(1, ELEMENTS // elements)
 
 
-def dense(mask: BlockMask) -> Tensor:
-    """Return the boolean mask (batch, 1, queries, keys) of a block mask from `block_mask`."""
-    queries, keys = mask.seq_lengths
-    device = mask.kv_num_blocks.device
-    b, q, k = (torch.arange(n, device=device) for n in (mask.kv_num_blocks.shape[0], queries, keys))
-    visible = mask.mask_mod(b[:, None, None, None], b.new_zeros(1, 1, 1, 1), q[:, None], k[None, :])
+def dense(mask: BlockMask | Documents, length: int) -> Tensor:
+    """Return the boolean mask (batch, 1, length, length) of a block mask from `block_mask`, or of
+    documents."""
+    if isinstance(mask, Documents):
+        return _dense_documents(mask, length)
+    device, batch = mask.kv_num_blocks.device, mask.kv_num_blocks.shape[0]
+    b, q = (torch.arange(n, device=device) for n in (batch, length))
+    visible = mask.mask_mod(b[:, None, None, None], b.new_zeros(1, 1, 1, 1), q[:, None], q[None, :])
     if isinstance(mask, AnnotatedBlockMask) and mask.unseen is not None:
         visible = visible & ~mask.unseen[:, None, :, None]
-    return visible.expand(mask.kv_num_blocks.shape[0], 1, queries, keys)
+    return visible.expand(batch, 1, length, length)
+
+
+def _dense_documents(documents: Documents, length: int) -> Tensor:
+    q = torch.arange(length, device=documents.cu_seqlens.device)
+    visible = q <= q[:, None]
+    if documents.window_left >= 0:
+        visible = visible & (q >= q[:, None] - documents.window_left)
+    # Its rows are the batch's: the tokens between two documents of padding are a row's own.
+    if documents.key_mask is None:
+        return visible.expand(documents.cu_seqlens.shape[0] - 1, 1, length, length)
+    return visible & documents.key_mask.view(-1, 1, 1, length)
 
 
 # PyTorch's own function, which context_parallel replaces.
@@ -136,7 +149,7 @@ def attention_function(
         dropout: float = 0.0, scaling: float | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         now = original if current is None else current()
-        if isinstance(attention_mask, AnnotatedBlockMask):
+        if isinstance(attention_mask, (AnnotatedBlockMask, Documents)):
             sinks = others.get("s_aux") if has_sinks else None
             softcap = others.get("softcap")
             is_supported = all(others.get(name) is None for name in UNSUPPORTED) and dropout == 0
@@ -151,7 +164,7 @@ def attention_function(
             ):
                 operands = (query, key, value, attention_mask, scaling, sinks, softcap)
                 return _attention(*operands), None
-            attention_mask = dense(attention_mask)
+            attention_mask = dense(attention_mask, query.shape[2])
             if adds:
                 zero, low = torch.zeros_like(query[:1, :1, :1, :1]), torch.finfo(query.dtype).min
                 attention_mask = torch.where(attention_mask, zero, low)
@@ -171,9 +184,10 @@ def _are_scales(*numbers: Any) -> bool:
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor,
-    mask: AnnotatedBlockMask, scale: float | None, sinks: Tensor | None, softcap: float | None,
+    mask: AnnotatedBlockMask | Documents, scale: float | None,
+    sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D).
+    """Compute attention of (batch, heads, length, D) with a mask: (batch, length, heads, D).
 
     Raises:
         ValueError: scaled_dot_product_attention is replaced.
@@ -188,13 +202,11 @@ def _attention(
         # Autocast covers SDPA and matrix products, and neither flex_attention nor flash attention.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    operands, tokens = (query, key, value), (query.shape[2], key.shape[2])
-    has_flash = query.dtype in FLASH_DTYPES and flash_attention.is_faster(*operands)
-    if mask.window is not None and sinks is None and softcap is None and has_flash:
-        y = flash_attention.attend(called, operands, tokens, scale, mask.window)
-    else:
-        y = _flex(*operands, mask, scale, sinks, softcap)
-    return y.transpose(1, 2).contiguous()
+    operands = (query, key, value)
+    if isinstance(mask, Documents):
+        batch, _, length, _ = query.shape
+        return attend(called, operands, mask, batch, length, scale, softcap, sinks)
+    return _flex(*operands, mask, scale, sinks, softcap).transpose(1, 2).contiguous()
 
 
 def _flex(
@@ -263,7 +275,7 @@ def mask_function(
     Args:
         original: the model's own mask function.
         is_tracing: transformers' function that says whether a tensor's data cannot be read.
-        causal_is_none: whether a causal mask is None, and not a block mask.
+        causal_is_none: whether a causal mask is None, and not documents.
         gives_means: whether a query that sees no key is to get the mean of all values, as it does
             with a mask that adds the lowest number.
         current: returns the function that the model would call now. If it is not `original`, it is
@@ -276,17 +288,14 @@ def mask_function(
             return now(*args, **given)
         if args or not has_engine(**given) or not _fits_flex_attention(given):
             return original(*args, **given)
-        padding, size = given.get("attention_mask"), given.get("local_size")
+        padding, size = given.get("attention_mask"), _size_of_window(given)
         if padding is not None and not is_tracing(padding) and bool(padding.all()):
             padding = None
-        if padding is None and _is_causal_window(given):
-            if size is None or given["kv_length"] < size:
-                return None if causal_is_none else _make_block_mask(given, _causal)
-            config = given.get("config")
-            if config is not None and read(config, "attention_chunk_size") is None:
-                window_mask = _make_block_mask(given, _sliding(size))
-                window_mask.window = size
-                return window_mask
+        if padding is None and size == 0 and causal_is_none:
+            return None
+        # By documents, a query that sees no key gets 0.
+        if size is not None and not (gives_means and padding is not None):
+            return _documents(given, padding, size)
         if gives_means and given.get("dtype") == torch.float16:
             # The lowest float16 does not absorb every score: with it added scores still differ, and
             # a query that sees no key does not get the mean.
@@ -307,14 +316,31 @@ def _fits_flex_attention(given: dict[str, Any]) -> bool:
     return padding is None or (padding.dim() == 2 and padding.shape[-1] == length)
 
 
-def _is_causal_window(given: dict[str, Any]) -> bool:
-    """Return whether a mask is causal within local_size, and hides nothing else but padding.
+def _size_of_window(given: dict[str, Any]) -> int | None:
+    """Return the size of the window of a mask that is causal within a window, and hides nothing
+    else but padding: 0 for a causal mask, and None for another mask.
 
     For such a mask transformers allows that a causal mask is skipped.
     """
     if given.get("allow_is_bidirectional_skip", False):
-        return False
-    return bool(given.get("allow_is_causal_skip", True))
+        return None
+    if not given.get("allow_is_causal_skip", True):
+        return None
+    size, config = given.get("local_size"), given.get("config")
+    if size is None or given["kv_length"] < size:
+        return 0
+    # The size of a chunk is a local_size too.
+    is_window = config is not None and read(config, "attention_chunk_size") is None
+    return size if is_window else None
+
+
+def _documents(given: dict[str, Any], padding: Tensor | None, size: int) -> Documents:
+    batch, length = given["batch_size"], given["q_length"]
+    if padding is None:
+        documents = rows(called, batch, length, torch.device(given["device"]))
+    else:
+        documents = padded_rows(called, padding != 0, batch, length)
+    return documents._replace(window_left=size - 1 if size else -1)
 
 
 def has_engine(device: Any = "cpu", dtype: torch.dtype | None = None, **_: Any) -> bool:
@@ -339,17 +365,6 @@ def _make_block_mask(
 ) -> AnnotatedBlockMask:
     sizes = given["batch_size"], given["q_length"], given["kv_length"]
     return block_mask(visible, *sizes, given["device"], gives_means=gives_means)
-
-
-def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return k <= q
-
-
-def _sliding(size: int) -> MaskFunction:
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (k > q - size)
-
-    return visible
 
 
 def _padded(inner: MaskFunction, padding: Tensor | None) -> MaskFunction:

@@ -19,7 +19,7 @@ BOUND = Accepted("at least 0, or -1 for no bound", lambda value: value >= -1)
 
 @library.compose
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int | torch.SymInt,
     lengths: Tensor | None = None, key_mask: Tensor | None = None, sinks: Tensor | None = None,
     window_left: int = -1, window_right: int = 0,
     scale: float | None = None, softcap: float | None = None, engine: str = "auto",
@@ -261,17 +261,21 @@ class _Attention:
             capped = torch.tanh(scores / self.call.softcap)
             self.slope = 1 - capped * capped
             scores = capped * self.call.softcap
-        sees_a_key = visible.any(-1)
-        # The gradient of the logarithm of a sum over no key would be NaN: such rows have a score
-        # of 0 in the sum, and then the lse of minus infinity.
-        shown = visible | ~sees_a_key[:, None]
-        scores = torch.where(shown, scores, -float("inf"))
-        scores = torch.where(sees_a_key[:, None], scores, 0.0)
-        lse = torch.where(sees_a_key, scores.logsumexp(-1), -float("inf"))
+        scores = torch.where(visible, scores, -float("inf"))
+        # From the largest score, not from lse, which is rounded. The softmax does not depend on it.
+        with torch.no_grad():
+            largest = scores.amax(-1) if scores.numel() else scores.new_full(scores.shape[:-1], 0.0)
+            if self.sinks is not None:
+                largest = torch.maximum(largest, self.sinks)
+            # A query that sees no key has none, and no weight.
+            largest = torch.where(largest == -float("inf"), 0.0, largest)
+        weights = torch.where(visible, (scores - largest.unsqueeze(-1)).exp(), 0.0)
+        total = weights.sum(-1)
         if self.sinks is not None:
-            lse = torch.logaddexp(lse, self.sinks)
-        finite = torch.where(sees_a_key, lse, 0.0) if self.sinks is None else lse
-        return torch.where(visible, (scores - finite.unsqueeze(-1)).exp(), 0.0), lse
+            total = total + (self.sinks - largest).exp()
+        divisor = torch.where(total == 0, 1.0, total)
+        lse = torch.where(total == 0, -float("inf"), largest + divisor.log())
+        return weights / divisor.unsqueeze(-1), lse
 
 
 def _flops(call: Any, by_keys: int, by_values: int) -> int:

@@ -41,7 +41,7 @@ from ..engine.insertion import Emitter, Refused, viewed
 from ..engine.maps.algebra import Condition, data_of, is_condition, leaves, number
 from ..engine.report import Report
 from ..engine.rewrite import replace
-from . import flash_attention, flex_attention
+from . import flex_attention
 from .attention import (
     Candidate,
     Mask,
@@ -53,11 +53,13 @@ from .attention import (
     visible_past,
 )
 from .attention_products import Operand
-from .flex_attention import BlockMaskNodes, BlockMasks, emit_block_mask
+from .documents import Documents, attend, rows, window_and_keys
+from .flex_attention import BlockMaskNodes, emit_block_mask
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
-from .mask.blocks import dense_datum
+from .mask.blocks import BATCH, KEYS, dense_datum
 from .mask.evaluate import Scope
-from .mask.proof import sees_a_key, window
+from .mask.proof import sees_a_key
+from .mask_nodes import MaskNodes, emit_documents
 from .numbers import scale_of_call
 from .sdpa import LOWEST_FILL, as_root, operand_nodes
 from .unfused_attention import UnfusedAttention, unfused_attentions
@@ -77,7 +79,7 @@ Operands = Sequence[fx.Node]
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    block_masks = BlockMasks()
+    mask_nodes = MaskNodes()
 
     def replacement(call: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States) -> fx.Node:
         node, arguments = call
@@ -85,7 +87,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             raise Refused(reason)
         attention = _attention_of_call(node, arguments)
         operands = [attention.query.source, attention.key.source, attention.value.source]
-        new = _replacement(block_masks, attention, operands, scope, states)
+        new = _replacement(mask_nodes, attention, operands, scope, states)
         report.superseded(node)
         return new
 
@@ -94,7 +96,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def rewrite_unfused(graph: fx.Graph, report: Report) -> None:
-    block_masks = BlockMasks()
+    mask_nodes = MaskNodes()
 
     def candidates(scope: Scope, state: GraphState) -> Iterator[Candidate]:
         # The rewrite "attention" reports what only comes near.
@@ -105,7 +107,7 @@ def rewrite_unfused(graph: fx.Graph, report: Report) -> None:
 
     def replacement(attention: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
         return _replacement(
-            block_masks, attention, operand_nodes(attention, states[scope.graph]), scope, states
+            mask_nodes, attention, operand_nodes(attention, states[scope.graph]), scope, states
         )
 
     replace_candidates(graph, report, UNFUSED, candidates, replacement, data=True)
@@ -126,7 +128,7 @@ def _attention_of_call(node: fx.Node, arguments: dict[str, Any]) -> UnfusedAtten
 
 
 def _replacement(
-    block_masks: BlockMasks, attention: UnfusedAttention, operands: Operands,
+    mask_nodes: MaskNodes, attention: UnfusedAttention, operands: Operands,
     scope: Scope, states: States,
 ) -> fx.Node:  # fmt: skip
     """Replace attention by flash attention or flex_attention, and return the call."""
@@ -138,13 +140,15 @@ def _replacement(
     shows_unseen = _shows_unseen(attention, condition, scope, shape)
     emit = Emitter(root, value(root))
     qkv = grouped(emit, root, operands)
-    is_plain = attention.softcap is None and attention.sinks is None and not data_of(condition)
-    size = window(condition, shape) if is_plain else None
-    if size is not None and flash_attention.is_faster(*map(value, qkv)):
-        tokens = [emit.size(operand, -2) for operand in qkv[:2]]
-        call = result = flash_attention.attend(emit, qkv, tokens, attention.scale, size)
+    rows_and_keys = window_and_keys(condition, shape) if same(shape[-2], shape[-1]) else None
+    if rows_and_keys is not None and not shows_unseen:
+        batch, length = emit.size(operands[0], 0), emit.size(operands[0], -2)
+        documents = _documents(attention, *rows_and_keys, scope, mask_nodes, operands)
+        options = (attention.scale, attention.softcap, attention.sinks)
+        by_token = attend(emit, qkv, documents, batch, length, *options)
+        call = result = emit(torch.transpose, by_token, 1, 2)
     else:
-        block_mask = _block_mask(attention, condition, scope, block_masks, operands, shows_unseen)
+        block_mask = _block_mask(attention, condition, scope, mask_nodes, operands, shows_unseen)
         call = flex_attention.attend(
             emit, root, qkv, attention.scale, block_mask, attention.softcap
         )
@@ -222,7 +226,7 @@ def _stays_finite(attention: UnfusedAttention, mask: fx.Node, low: float) -> boo
 
 
 def _block_mask(
-    attention: UnfusedAttention, condition: Condition, scope: Scope, block_masks: BlockMasks,
+    attention: UnfusedAttention, condition: Condition, scope: Scope, mask_nodes: MaskNodes,
     operands: Operands, shows_unseen: bool,
 ) -> BlockMaskNodes:  # fmt: skip
     """Return the block mask: after a single mask, shared by layers, or else before the root."""
@@ -230,11 +234,31 @@ def _block_mask(
     query, key, _ = operands
     shape = (*value(query).shape[:-1], value(key).shape[-2])
     if len(attention.masks) == 1:
-        return block_masks.get_or_emit(
+        return mask_nodes.block_mask(
             condition, attention.masks[0].source, scope, shape, shows_unseen
         )
     sizes = {axis: emit.size(query, axis) for axis in (-4, -3, -2)} | {-1: emit.size(key, -2)}
     return emit_block_mask(emit, condition, sizes, scope, value(attention.root).device)
+
+
+def _documents(
+    attention: UnfusedAttention, window_left: int, of_keys: Condition, scope: Scope,
+    mask_nodes: MaskNodes, operands: Operands,
+) -> Documents:  # fmt: skip
+    """Return the documents of a batch whose rows see the keys that `of_keys` shows."""
+    emit = Emitter(attention.root, value(attention.root))
+    query, key, _ = operands
+    if of_keys is True:
+        sizes, device = (emit.size(query, 0), emit.size(key, -2)), value(query).device
+        documents = rows(emit, *sizes, device)
+    elif len(attention.masks) == 1:
+        shape = (*value(query).shape[:-1], value(key).shape[-2])
+        documents = mask_nodes.documents(of_keys, attention.masks[0].source, scope, shape)
+    else:
+        sizes_by_axis = {BATCH: emit.size(query, 0), KEYS: emit.size(key, -2)}
+        device = value(query).device
+        documents = emit_documents(emit, of_keys, sizes_by_axis, scope, device)
+    return documents._replace(window_left=window_left)
 
 
 def _erase_unused_operands(operands: Operands, masks: Iterable[Mask], scope: Scope) -> None:

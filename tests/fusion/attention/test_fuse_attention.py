@@ -1,4 +1,5 @@
-"""Attention of fused models, by block masks, against the untouched model with its dense masks."""
+"""Attention of fused models, by documents and block masks, against the untouched model with its
+dense masks."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The masks with which flex_attention is called."""
+    """The calls of varlen_attention and of flex_attention."""
     found: list[Any] = []
-    flex = attention_function.flex_attention
+    for name in ("attend", "flex_attention"):
+        engine = getattr(attention_function, name)
 
-    def recorded(*args: Any, **options: Any) -> Any:
-        found.append(options["block_mask"])
-        return flex(*args, **options)
+        def recorded(*args: Any, engine: Any = engine, **options: Any) -> Any:
+            found.append(engine)
+            return engine(*args, **options)
 
-    monkeypatch.setattr(attention_function, "flex_attention", recorded)
+        monkeypatch.setattr(attention_function, name, recorded)
     return found
 
 
@@ -45,7 +47,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-# Layers of two that flex_attention computes. The others are causal, by SDPA; GPT-OSS has sinks.
+# Layers of two that varlen_attention or flex_attention computes. The others are causal, by SDPA; GPT-OSS has sinks.
 LAYERS = {
     "llama": (0, 2),
     "mistral": (2, 2),
@@ -146,10 +148,11 @@ def test_compiled(name: str, kind: str) -> None:
         assert_same(step(made, inputs, compiled), expected)
     (graph,) = recorder.forwards
     targets = [str(node.target) for node in graph.graph.nodes]
-    flex = sum("flex_attention" in target for target in targets)
-    assert flex == (2 if name == "gpt_oss" else LAYERS[name][kind != "bare"])
+    engine = "flex_attention" if kind == "packed" else "varlen_attention_forward"
+    count = sum(engine in target for target in targets)
+    assert count == (2 if name == "gpt_oss" else LAYERS[name][kind != "bare"])
     sdpa = "scaled_dot_product" in " ".join(targets)
-    assert sdpa is (flex < 2)
+    assert sdpa is (count < 2)
 
 
 def test_lengths_change_without_recompiling() -> None:
@@ -197,7 +200,7 @@ def test_lengths(name: str, length: int) -> None:
 
 
 def test_in_autocast() -> None:
-    """SDPA casts its arguments to autocast's dtype; flex_attention is given them cast."""
+    """SDPA casts its arguments to autocast's dtype; varlen_attention does, too."""
     made, inputs = model("llama", torch.float32), batch("left")
     logits = []
     for _ in range(2):

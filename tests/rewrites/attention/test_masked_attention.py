@@ -1,9 +1,9 @@
-"""Attention with a mask of indices and data runs in flex_attention, with the same results."""
+"""Attention with a mask of indices and data runs in varlen_attention or in flex_attention, with the
+same results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +12,10 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch._higher_order_ops.flex_attention import flex_attention
 
-from attention_graphs import as_it_is, compiled, heads, results
+from attention_graphs import MASKED, VARLEN, as_it_is, compiled, heads, results
 from data_masks import MASKS, documents, on_the_cpu, right_padding
-from liger_ops.rewrites.attention import causal_attention, flash_attention, masked_attention
+from liger_ops.rewrites.attention import causal_attention, masked_attention
 
 OP = masked_attention.OP
 LENGTH = 23
@@ -50,7 +49,7 @@ def compare(
     for one, other in zip(results(rewritten, inputs), results(function, inputs), strict=True):
         torch.testing.assert_close(one, other)
     assert report.counts().get(OP, 0) == count
-    calls = [node for part in graphs for node in part.graph.nodes if node.target is flex_attention]
+    calls = [node for part in graphs for node in part.graph.nodes if node.target in MASKED]
     assert len(calls) == count
     return report, calls
 
@@ -91,15 +90,30 @@ def test_one_compilation_serves_every_length():
     assert report.counts() == {OP: 2}
 
 
-def test_a_query_without_a_key_gets_0():
+PADDING = {
+    "left": right_padding(LENGTH).flip(-1),
+    "holes": right_padding(LENGTH) * (torch.arange(LENGTH) % 3 > 0),
+    "both sides": (torch.arange(LENGTH) > 4).int() * right_padding(LENGTH),
+    "a row": torch.tensor([[1], [0]]).expand(2, LENGTH),
+    "all": torch.zeros(2, LENGTH, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", PADDING)
+def test_any_padding(name):
+    """One program is right for each; a query without a key gets 0, and has no gradient."""
     mask, _ = MASKS["padding"]
-    inputs = [*qkv(), right_padding(LENGTH).flip(-1)]
+    inputs = [*qkv(), PADDING[name]]
+    _, (call,) = compare(attention_with(mask), inputs)
+    assert call.target is VARLEN
     rewritten, _, _ = compiled(attention_with(mask), [masked_attention.rewrite], inner=as_it_is)
-    assert rewritten(*inputs)[1, :, 0].count_nonzero() == 0
+    unseen = PADDING[name].cumsum(-1) == 0
+    assert rewritten(*inputs).transpose(1, 2)[unseen].count_nonzero() == 0
 
 
-def test_repeated_heads_are_not_copied():
-    mask, _ = MASKS["window"]
+@pytest.mark.parametrize("name", ["window", "chunks"])
+def test_repeated_heads_are_not_copied(name):
+    mask, _ = MASKS[name]
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = (one.repeat_interleave(4, dim=1) for one in (key, value))
@@ -107,11 +121,13 @@ def test_repeated_heads_are_not_copied():
 
     inputs = [heads(2, n, LENGTH, 16, n) for n in (8, 2, 2)]
     _, (call,) = compare(attention, inputs)
-    assert [node.op for node in call.args[1:3]] == ["placeholder", "placeholder"]
+    heads_of = [node.meta["example_value"].shape[1] for node in call.args[1:3]]
+    assert heads_of == [2, 2]
 
 
-def test_layers_share_one_block_mask():
-    mask, _ = MASKS["padding"]
+@pytest.mark.parametrize("name", ["padding", "packed"])
+def test_layers_share_a_block_mask_or_documents(name):
+    mask, data_of = MASKS[name]
 
     def attention(query: Tensor, key: Tensor, value: Tensor, data: Tensor) -> Tensor:
         seen = mask(LENGTH, LENGTH, data)
@@ -119,8 +135,9 @@ def test_layers_share_one_block_mask():
             query = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3)
         return query
 
-    _, calls = compare(attention, [*qkv(), right_padding(LENGTH)], 3)
-    assert len({call.args[4][2:6] for call in calls}) == 1
+    _, calls = compare(attention, [*qkv(), data_of(LENGTH)], 3)
+    shared = {call.args[3:7] if call.target is VARLEN else call.args[4][2:6] for call in calls}
+    assert len(shared) == 1
 
 
 def test_the_mask_is_dropped_from_the_graph():
@@ -241,22 +258,3 @@ def test_a_device_without_a_fast_kernel_is_left(monkeypatch):
     rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
     rewritten(*qkv())
     assert report.findings == []
-
-
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "fits"),
-    [
-        ((9, 0), 256, True),
-        ((8, 9), 256, False),
-        ((8, 6), 192, True),
-        ((9, 0), 128, False),
-        ((9, 0), 140, False),
-        ((9, 0), 264, False),
-    ],
-)
-def test_heads_of_flash_attention(capability, head_dim, fits, monkeypatch):
-    """Those for which it is faster than flex_attention, and whose backward runs on the GPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    shape = (1, 2, LENGTH, head_dim)
-    on_a_gpu: Any = SimpleNamespace(shape=shape, is_cuda=True, device=torch.device("cuda", 0))
-    assert flash_attention.is_faster(on_a_gpu, on_a_gpu, on_a_gpu) is fits

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch._higher_order_ops.flex_attention import flex_attention
 
 import liger_ops
-from attention_graphs import as_it_is, heads, results
+from attention_graphs import MASKED, as_it_is, heads, results
 from causal_models import LLAMA, assert_same_gradients, gradients
 from data_masks import MASKS, on_the_cpu, right_padding
 from liger_ops.rewrites import default_rewrites
@@ -37,8 +36,8 @@ class Attentions(list[str]):
                 if node.target is F.scaled_dot_product_attention:
                     mask = "dense" if node.kwargs.get("attn_mask") is not None else "all"
                     self.append("causal" if node.kwargs.get("is_causal") else mask)
-                elif node.target is flex_attention:
-                    self.append("flex")
+                elif node.target in MASKED:
+                    self.append("masked")
         return self.inner(module, inputs)
 
 
@@ -103,14 +102,14 @@ def test_a_mask_of_ones_is_causal_and_another_batch_is_not(name, attend, padded)
 
 
 @pytest.mark.parametrize("name", ["padding", "packed by positions"])
-def test_data_is_read_by_flex_attention(name, monkeypatch):
+def test_data_is_read_by_attention(name, monkeypatch):
     on_the_cpu(monkeypatch)
     monkeypatch.setattr(default_rewrites, "NEEDS_INDUCTOR", frozenset())
     function, (_, data) = in_two_graphs(name), MASKS[name]
     rewritten, made = compiled(function, as_it_is)
     for one in (data(LENGTH), data(LENGTH).flip(0), data(LENGTH)):
         check(rewritten, function, one)
-    assert made == ["flex"]
+    assert made == ["masked"]
 
 
 def written(mask: Tensor, data: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Attention that is written out with a soft cap, sinks or padding runs in flex_attention, with the
-same results."""
+"""Attention that is written out with a soft cap, sinks or padding runs in varlen_attention or in
+flex_attention, with the same results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch._higher_order_ops.flex_attention import flex_attention
 
-from attention_graphs import as_it_is, compiled, heads, results
+from attention_graphs import MASKED, as_it_is, compiled, heads, results
 from attention_models import batch, model, step
 from causal_masks import causal
 from data_masks import MASKS, documents, on_the_cpu, right_padding
@@ -102,7 +101,7 @@ def compare(
     for one, other in zip(results(rewritten, inputs), results(function, inputs), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
     assert report.counts() == ({OP: count} if count else {}), report.findings
-    calls = [node for part in graphs for node in part.graph.nodes if node.target is flex_attention]
+    calls = [node for part in graphs for node in part.graph.nodes if node.target in MASKED]
     assert len(calls) == count
     return report, calls
 

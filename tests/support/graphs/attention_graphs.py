@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
+from torch._higher_order_ops.flex_attention import flex_attention
 
 from liger_ops.rewrites.engine.report import Report
+
+# The calls in a graph that are attention with a mask.
+VARLEN = torch.ops.liger.varlen_attention.default
+MASKED = (flex_attention, VARLEN)
 
 Rewrite = Callable[[fx.Graph, Report], None]
 

@@ -1,0 +1,111 @@
+"""Attention as `varlen_attention`: a batch of rows, with padding or a window, as documents.
+
+The engines of `liger_ops.varlen_attention` are faster than flex_attention, and are given lengths in
+place of a block mask. Forward and backward on an H200, TFLOP/s by flex_attention and by the op's
+own kernels: 4 x 4096 tokens, 32 heads of 128 and 8 of keys, 324 and 313; 2 x 8192 with a window of
+4096 254 and 337, of 1024 157 and 228; 8 x 2048 with a window of 128 and sinks, 64 heads of 64, 32
+and 63. By cuDNN, where it is installed, the first three are 418, 445 and 305.
+
+A mask over the keys of each row is read on the device. Its first and its last visible key are the
+row's document, behind one of the padding before it, which has no keys; its queries include those of
+the padding behind it, which see the tokens before them, as with the mask. A mask with holes between
+the two is passed too, and is right at the op's price for it. So one program serves every batch: a
+mask of ones, padding on either side, and any other. These functions take `call`, as those of
+`mask.blocks` do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..engine.canonical import value
+from ..engine.maps.algebra import And, Condition, Size, axes_of, conjunction, data_of
+from .mask.blocks import BATCH, KEYS, Call
+from .mask.proof import departure, window
+
+
+class Documents(NamedTuple):
+    """The arguments of `varlen_attention` that say which tokens see each other.
+
+    Attributes:
+        cu_seqlens, lengths, key_mask: those of the op, tensors or nodes.
+        window_left: that of the op.
+    """
+
+    cu_seqlens: Any
+    lengths: Any = None
+    key_mask: Any = None
+    window_left: int = -1
+
+
+def rows(call: Call, batch: Any, length: Any, device: torch.device) -> Documents:
+    """Return a batch whose rows are a document each."""
+    last = call(operator.add, batch, 1)
+    numbers = call(torch.arange, last, dtype=torch.int32, device=device)
+    return Documents(call(operator.mul, numbers, length))
+
+
+def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
+    """Return a batch whose keys are where `is_key`, a boolean (batch, length), is True."""
+    numbers = {"dtype": torch.int32, "device": value(is_key).device}
+    token = call(torch.arange, length, **numbers)
+    end = call(torch.amax, call(torch.where, is_key, call(operator.add, token, 1), 0), 1)
+    # A row without keys begins and ends at 0.
+    before_end = call(torch.where, is_key, token, call(torch.unsqueeze, end, 1))
+    first = call(torch.amin, before_end, 1)
+    start = call(operator.mul, call(torch.arange, batch, **numbers), length)
+    begins = call(torch.stack, (start, call(operator.add, start, first)), 1)
+    total = call(torch.full, (1,), call(operator.mul, batch, length), **numbers)
+    lengths = call(torch.stack, (call(torch.zeros_like, end), call(operator.sub, end, first)), 1)
+    return Documents(
+        call(torch.cat, (call(torch.flatten, begins), total)),
+        call(torch.flatten, lengths),
+        call(torch.flatten, is_key),
+    )
+
+
+def attend(
+    call: Call, operands: Sequence[Any], documents: Documents, batch: Any, length: Any,
+    scale: float | None, softcap: float | None = None, sinks: Any = None,
+) -> Any:  # fmt: skip
+    """Compute causal attention of (batch, heads, length, D): (batch, length, heads, D)."""
+    query, key, values = (
+        call(torch.flatten, call(torch.transpose, x, 1, 2), 0, 1) for x in operands
+    )
+    cu_seqlens, lengths, key_mask, left = documents
+    y = call(
+        torch.ops.liger.varlen_attention.default, query, key, values, cu_seqlens, length,
+        lengths, key_mask, sinks, left, 0, scale, softcap,
+    )  # fmt: skip
+    return call(torch.unflatten, y, 0, (batch, length))
+
+
+def window_and_keys(condition: Condition, shape: Sequence[Size]) -> tuple[int, Condition] | None:
+    """Split the condition that a query sees a key into a causal window and one of keys alone.
+
+    Return window_left of `varlen_attention`, -1 for no window, and the condition under which a key
+    of a row is seen, True for all; None if the condition is another.
+    """
+    by_index: Condition = True
+    of_keys: Condition = True
+    for part in _conjuncts(condition):
+        if not data_of(part):
+            by_index = conjunction(by_index, part)
+        elif axes_of(part) <= {BATCH, KEYS}:
+            of_keys = conjunction(of_keys, part)
+        else:
+            return None
+    if departure(by_index, shape) is None:
+        return -1, of_keys
+    size = window(by_index, shape)
+    return None if size is None else (size - 1, of_keys)
+
+
+def _conjuncts(condition: Condition) -> list[Condition]:
+    if isinstance(condition, And):
+        return [*_conjuncts(condition.left), *_conjuncts(condition.right)]
+    return [condition]
