@@ -47,7 +47,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-# Layers of two that varlen_attention or flex_attention computes. The others are causal, by SDPA; GPT-OSS has sinks.
+# Layers of two that varlen_attention or flex_attention computes. The others are causal, by SDPA;
+# GPT-OSS has sinks.
 LAYERS = {
     "llama": (0, 2),
     "mistral": (2, 2),
