@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
         interpreter.patch()
         simulated_npu.install()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.markexpr != "quick" or not collection_path.match("test_*.py"):
+        return None
+    import quick
+
+    return None if quick.has_quick_tests(collection_path) else True
 
 
 @pytest.hookimpl(tryfirst=True)
