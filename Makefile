@@ -17,6 +17,10 @@ endif
 
 export PYTHON PYTHON_ENV
 
+# Python keeps the bytecode of what it imports, whatever the environment says: uv installs none, and each
+# worker and each process of a test would compile torch, transformers and the tests anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu check-npu lint format clean check-environment

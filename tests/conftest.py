@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ def pytest_configure(config: pytest.Config) -> None:
         simulated_npu.install()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.markexpr != "quick" or not collection_path.match("test_*.py"):
+        return None
+    import quick
+
+    return None if quick.has_quick_tests(collection_path) else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Imports liger_ops, which reads the environment that pytest_configure sets.
@@ -90,6 +99,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "device_kernels" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = longest_first(
+        items, getattr(config, "workerinput", {"workercount": 1})["workercount"]
+    )
+
+
+def longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Put some of the tests marked `long` at the beginning of each worker's tests.
+
+    pytest-xdist gives each worker as many neighbours of the list, and moves those that are left to
+    workers that have none. The last of these are then short, and no worker waits for another.
+    """
+    is_long = [item.get_closest_marker("long") is not None for item in items]
+    long = [item for item, chosen in zip(items, is_long, strict=True) if chosen]
+    others = [item for item, chosen in zip(items, is_long, strict=True) if not chosen]
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        own = long[worker::workers]
+        end = len(items) * (worker + 1) // workers
+        count = max(0, end - len(ordered) - len(own))
+        ordered += own + others[:count]
+        del others[:count]
+    return ordered + others
 
 
 def pytest_collection_finish() -> None:

@@ -9,10 +9,11 @@ is searched for it.
 
 from __future__ import annotations
 
+import _lsprof
 import dis
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +33,10 @@ Question = tuple[str, tuple[str, ...]]
 
 _SKIPPED = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "NOT_TAKEN")
 _LIBRARIES = ("torch", "liger_ops")
+_C_FUNCTIONS = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)  # fmt: skip
 # The id of a code object -> the object, which keeps its id, and its questions. `watched` looks at
 # every call, and the hash of a code object takes longer than all else that it does there.
 _QUESTIONS: dict[int, tuple[types.CodeType, frozenset[Question]]] = {}
@@ -121,7 +126,28 @@ def _path_before(steps: list[tuple[str, str]], i: int) -> Question | None:
 
 def is_library_code(frame: types.FrameType) -> bool:
     """Return whether the code of a frame is that of PyTorch or of this package."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
+    return _is_of_library(frame.f_globals.get("__name__"))
+
+
+def runs_library_code_alone(function: Any, classes: Collection[type], arguments: Any) -> bool:
+    """Return whether a call with `__torch_function__` runs no code but that of PyTorch and of this
+    package. `classes` are those of arguments with a `__torch_function__`."""
+    if not isinstance(function, _C_FUNCTIONS) and not (
+        isinstance(function, types.FunctionType) and _is_of_library(function.__module__)
+    ):
+        return False
+    return all(_is_of_library(cls.__module__) for cls in classes) and not _has_code(arguments)
+
+
+def _is_of_library(module: str | None) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _has_code(value: Any) -> bool:
+    """Return whether the arguments of a call contain something that the call may call."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_code, value))
+    return any(map(_has_code, value.values())) if isinstance(value, dict) else callable(value)
 
 
 def stand_in_asked(frame: types.FrameType, is_stand_in: Callable[[Any], bool]) -> Any:
@@ -142,22 +168,49 @@ def stand_in_asked(frame: types.FrameType, is_stand_in: Callable[[Any], bool]) -
     return None
 
 
+class _Watch:
+    """A profile function that lists the stand-ins for whose class the code asks that runs."""
+
+    def __init__(self, is_stand_in: Callable[[Any], bool], stand_ins: list[Any]) -> None:
+        self.is_stand_in, self.stand_ins = is_stand_in, stand_ins
+
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        # The calls of C functions have other events. On a return, too: by then locals are set that
+        # did not exist at the call.
+        if event in ("call", "return"):
+            stand_in = stand_in_asked(frame, self.is_stand_in)
+            if stand_in is not None:
+                self.stand_ins.append(stand_in)
+
+
 @contextmanager
 def watched(is_stand_in: Callable[[Any], bool], stand_ins: list[Any]) -> Iterator[None]:
     """Add to `stand_ins` each stand-in for whose class the code asks that runs in the body."""
-
-    def look(frame: types.FrameType, event: str, argument: Any) -> None:
-        # The calls of C functions have other events.
-        if (
-            event in ("call", "return")
-            and (stand_in := stand_in_asked(frame, is_stand_in)) is not None
-        ):
-            stand_ins.append(stand_in)
-
-    # On a return, too: by then locals are set that did not exist at the call.
-    before = sys.getprofile()
-    sys.setprofile(look)
+    before: Any = sys.getprofile()
+    sys.setprofile(_Watch(is_stand_in, stand_ins))
     try:
         yield
     finally:
-        sys.setprofile(before)
+        # Until Python 3.12, the profile function of cProfile is an object that no call can set.
+        if isinstance(before, _lsprof.Profiler):
+            sys.setprofile(None)
+            before.enable()
+        else:
+            sys.setprofile(before)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Suspend `watched` in the body, which runs code of PyTorch and of this package alone.
+
+    An operation on fake tensors makes about 3000 calls, each of which a profile function would see.
+    """
+    watch = sys.getprofile()
+    if not isinstance(watch, _Watch):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(watch)

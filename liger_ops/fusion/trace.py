@@ -11,7 +11,7 @@ import logging
 import operator
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..rewrites.engine.canonical import IDENTITY, canonical
 from ..rewrites.engine.effects import writes
 from ..torch_private import DisableTorchFunction, FakeTensorMode
+from .asked import runs_library_code_alone, unwatched
 from .probing import DEVICE, NotAnOp
 
 # Types of results that are properties of a tensor, and no computation.
@@ -161,7 +162,10 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         self.is_watching, before = False, self.is_watching
         try:
-            return self._called(func, *_with_plain_ints((args, kwargs or {})))
+            arguments = _with_plain_ints((args, kwargs or {}))
+            is_library = runs_library_code_alone(func, types, arguments)
+            with unwatched() if is_library else nullcontext():
+                return self._called(func, *arguments)
         finally:
             self.is_watching = before
 

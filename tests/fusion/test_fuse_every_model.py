@@ -17,6 +17,7 @@ SHARDS = 8
 FAILED = ("its probe failed", "it cannot be probed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_model(shard: int) -> None:
     """No exception, no failure in a probe, and no expected part missing from the report."""

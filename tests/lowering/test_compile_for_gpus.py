@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "compile_for_gpus.py"
 
@@ -17,6 +19,7 @@ SCRIPT = ROOT / "tests" / "support" / "compile_for_gpus.py"
 SPILLED_BYTES = 192
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_without_spilling() -> None:
     """For the GPU that plans were measured on, every launch, but one dtype of each tile of a kernel
     without products. For the others the launch of each kernel that needs most registers, and of

@@ -4,6 +4,7 @@ left with its reason."""
 from __future__ import annotations
 
 import copy
+import cProfile
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,32 @@ class MLP(nn.Module):
         return y if self.question(self, x) else torch.tanh(y)
 
 
+def asks(x: Any, *others: Any) -> Any:
+    return x if type(x) is Tensor else torch.tanh(x)
+
+
+@torch.overrides.wrap_torch_function(lambda x: (x,))
+def overridable(x: Tensor) -> bool:
+    """Ask within a call that `__torch_function__` is given."""
+    return asks(x) is x
+
+
+def distance(s: nn.Module, x: Tensor) -> bool:
+    """Ask within a function of PyTorch, which is given the function that asks."""
+    loss = nn.functional.triplet_margin_with_distance_loss
+    return loss(x, x, x, distance_function=asks) is not None
+
+
+class Asking(Tensor):
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        own = super().__torch_function__
+        return asks(args[1]) if function is torch.mul else own(function, types, args, kwargs)
+
+
+ONE = torch.ones(()).as_subclass(Asking)
 OF_TENSOR, OF_MODULE = "it asks for the class of a tensor", "it asks for the class of a module"
 OF_DICT = "it reads the __dict__ of itself"
 # A question whose answer is yes, and the reason if what asks it is left.
@@ -51,6 +78,9 @@ QUESTIONS: dict[str, tuple[Callable[[Any, Any], Any], str | None]] = {
     "identity": (lambda s, x: s is s and x is x and id(s) == id(s), None),
     "type": (lambda s, x: type(x) is Tensor, OF_TENSOR),
     "__class__": (lambda s, x: x.__class__ is Tensor, OF_TENSOR),
+    "in an overridable function": (lambda s, x: overridable(x), OF_TENSOR),
+    "in a function of PyTorch": (distance, OF_TENSOR),
+    "in a subclass": (lambda s, x: torch.mul(ONE, x) is x, OF_TENSOR),
     "requires_grad": (lambda s, x: x.requires_grad, "it reads requires_grad of a tensor"),
     "type of itself": (lambda s, x: type(s) in (Norm, MLP), OF_MODULE),
     "__class__ of itself": (lambda s, x: s.__class__ in (Norm, MLP), OF_MODULE),
@@ -91,3 +121,12 @@ def test_a_question_has_its_answer(
     for one in (model, fused):
         one.factor, one.other = 2.5, 1.0
     torch.testing.assert_close(fused(x), model(x))
+
+
+def test_a_profiler_sees_the_code_after_the_trace() -> None:
+    model, profiler = Norm(lambda s, x: True), cProfile.Profile()
+    profiler.enable()
+    report = fuse(model)
+    asks(torch.ones(8))
+    profiler.disable()
+    assert report.fused and asks.__code__ in {entry.code for entry in profiler.getstats()}
