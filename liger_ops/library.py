@@ -32,13 +32,7 @@ from .accepted import Options
 from .autograd import autocast_value, under_autocast
 from .derived import arguments_of, hide_keyword_only, schema_of
 from .record import Op, refusal, refuse_nested
-from .torch_private import (
-    AUTOGRAD,
-    DispatchKey,
-    DispatchKeySet,
-    has,
-    without_dynamo,
-)
+from .torch_private import AUTOGRAD, has, without_dynamo
 
 NAMESPACE = "liger"
 
@@ -345,8 +339,8 @@ def _run_on_device(op: Op, device: str) -> None:
     op.custom_op._lib.impl(name, without_dynamo(run), DEVICES[device])
     op.kernels[device], op.install[device] = run, install
     if has(*AUTOGRAD):
-        key = getattr(DispatchKey, DEVICES[device])
-        op.entries[DispatchKeySet(key).raw_repr()] = run
+        key = getattr(torch.DispatchKey, DEVICES[device])
+        op.entries[torch.DispatchKeySet(key).raw_repr()] = run
 
 
 def allocate(name: str, call: Any) -> Any:

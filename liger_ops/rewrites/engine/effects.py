@@ -29,13 +29,10 @@ from ...torch_private import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    OpOverload,
     TorchDispatchMode,
     enable_python_dispatcher,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
 )
-from .canonical import value
+from .canonical import OpOverload, value
 from .insertion import fake_mode_of, replay
 
 # The key of unknown memory. It may be any memory, so users of keys have to ask for it apart.
@@ -46,17 +43,14 @@ def is_plain(tensor: Any) -> bool:
     """Return whether a tensor is an ordinary dense one, not a DTensor, a wrapper of vmap, ..."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
-        and not is_functorch_wrapped_tensor(tensor)
+        and unwrapped(tensor) is tensor
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor within the wrappers of torch.func transforms."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
+# Returns the tensor within the wrappers of torch.func transforms, or the tensor itself.
+unwrapped = torch.func.debug_unwrap
 
 
 def memory(nodes: Iterable[Any]) -> set[int]:
