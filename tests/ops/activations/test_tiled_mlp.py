@@ -20,11 +20,7 @@ from op_table import OPS
 from op_under_test import EVERY_FOLDER
 
 OP = OPS["tiled_mlp_forward"]
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def assert_close(found: Tensor, truth: Tensor, terms: float, roundings: int) -> None:

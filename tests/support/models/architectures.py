@@ -27,18 +27,12 @@ TEXT = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
 }  # fmt: skip
 HEAD = {"head_dim": 16}
-ALTERNATING = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 # From 5.23 on, some models attend in another way, and experts compile with fullgraph on a CPU.
 NEW = Version(transformers.__version__) >= Version("5.23")
 # Every token goes to every expert: a choice of experts could flip with the last bit of a router's
 # logit, and two runs with different rounding could not be compared.
-EXPERTS = {
-    "num_experts_per_tok": 4,
-    **({} if NEW else {"experts_implementation": "batched_mm"}),
-}
+EXPERTS = {"num_experts_per_tok": 4, **({} if NEW else {"experts_implementation": "batched_mm"})}
 
 
 @dataclass(frozen=True)
