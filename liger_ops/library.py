@@ -202,15 +202,10 @@ def _public(function: Function, overload: Any) -> Function:
     return public  # type: ignore[return-value]
 
 
-def fake(name: str) -> Callable[[Function], Function]:
-    """Register the function of op `name` that checks a call's arguments and allocates outputs."""
-
-    def decorate(function: Function) -> Function:
-        OPS[name].fake = function
-        OPS[name].custom_op.register_fake(OPS[name].check_and_allocate)
-        return function
-
-    return decorate
+def fake(op: Op, function: Callable[[Any], Any]) -> None:
+    """Register the function that checks the arguments of an op's call and allocates the outputs."""
+    op.fake = function
+    op.custom_op.register_fake(op.check_and_allocate)
 
 
 def kernel(

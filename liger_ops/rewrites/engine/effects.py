@@ -124,12 +124,9 @@ def _written_in_subgraphs(node: fx.Node) -> set[int]:
 def subgraphs(node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs among the arguments of a higher-order operator's node."""
     owner = node.graph.owning_module
-    attributes = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if _is_attr(n)]
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    attributes = [getattr(owner, name, None) for name in names]
     return [module for module in attributes if isinstance(module, fx.GraphModule)]
-
-
-def _is_attr(node: fx.Node) -> bool:
-    return node.op == "get_attr"
 
 
 def _written_by(node: fx.Node) -> set[int]:

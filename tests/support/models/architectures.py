@@ -16,6 +16,8 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
+from training_steps import randomized
+
 VOCABULARY = 96
 TOKENS = (2, 16)
 # Shorter than a sequence, so that a sliding window mask is not a causal mask.
@@ -63,23 +65,12 @@ class Architecture:
         return {op: count for op, count in counts.items() if count}
 
     def make(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Build the model for training, with weights so large that every part of it matters.
-
-        A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's is
-        so small that attention is nearly uniform, which hides a wrong mask or rotation. All dtypes
-        start from the same numbers, which bfloat16 represents exactly.
-        """
+        """Build the model for training, with weights so large that every part of it matters. All
+        dtypes start from the same numbers, which bfloat16 represents exactly."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self.build().float().train()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    noise = torch.randn_like(parameter)
-                    if parameter.dim() < 2:
-                        parameter.add_(0.3 * noise)
-                    else:
-                        parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-        return model.bfloat16().to(dtype)
+            model = self.build()
+        return randomized(model.float()).bfloat16().to(dtype)
 
 
 def text_batch(shape: tuple[int, int] = TOKENS) -> dict[str, Tensor]:
