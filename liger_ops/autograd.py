@@ -15,17 +15,12 @@ from .record import Op
 from .torch_private import (
     AUTOGRAD,
     BelowAutograd,
-    DispatchKey,
-    DispatchKeySet,
-    ExcludeDispatchKeyGuard,
     after_autograd_keyset,
     any_requires_grad,
     are_functorch_transforms_active,
     has,
     without_dynamo,
 )
-
-_PYTHON = DispatchKey.Python if has(*AUTOGRAD) else None
 
 
 def _nothing() -> object:
@@ -301,7 +296,7 @@ def register(op: Op) -> None:
             entry = entries.get(keyset.raw_repr())
             if entry is None:
                 with BelowAutograd():
-                    if keyset.has(_PYTHON):
+                    if keyset.has(torch.DispatchKey.Python):
                         before_subclasses()
                     return overload.redispatch(keyset, *args)
             entries[bits] = entry
@@ -343,7 +338,9 @@ def under_autocast(
 ) -> None:
     """Register the op's kernel for an Autocast key, which calls `convert` on every argument that is
     not named in `keep`, and then runs the op without autocast."""
-    excluded = DispatchKeySet(getattr(DispatchKey, key)) if has(*AUTOGRAD) else None
+    device = key.removeprefix("Autocast").lower()
+    # PyTorch's name, which stays valid when a backend renames the device.
+    device = device.replace("privateuse1", "privateuseone")
     names = [argument.name for argument in op.schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -352,8 +349,12 @@ def under_autocast(
             for name, value in zip(names, args, strict=False)
         )
         kwargs = {name: value if name in keep else convert(value) for name, value in kwargs.items()}
-        with ExcludeDispatchKeyGuard(excluded):
+        # Autocast is on, or the key would not have led here.
+        torch.set_autocast_enabled(device, False)
+        try:
             return op.overload(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
 
     op.custom_op._lib.impl(op.name, run, key)
 

@@ -32,13 +32,7 @@ from .accepted import Options
 from .autograd import autocast_value, under_autocast
 from .derived import arguments_of, hide_keyword_only, schema_of
 from .record import Op, refusal, refuse_nested
-from .torch_private import (
-    AUTOGRAD,
-    DispatchKey,
-    DispatchKeySet,
-    has,
-    without_dynamo,
-)
+from .torch_private import AUTOGRAD, has, without_dynamo
 
 NAMESPACE = "liger"
 
@@ -208,15 +202,10 @@ def _public(function: Function, overload: Any) -> Function:
     return public  # type: ignore[return-value]
 
 
-def fake(name: str) -> Callable[[Function], Function]:
-    """Register the function of op `name` that checks a call's arguments and allocates outputs."""
-
-    def decorate(function: Function) -> Function:
-        OPS[name].fake = function
-        OPS[name].custom_op.register_fake(OPS[name].check_and_allocate)
-        return function
-
-    return decorate
+def fake(op: Op, function: Callable[[Any], Any]) -> None:
+    """Register the function that checks the arguments of an op's call and allocates the outputs."""
+    op.fake = function
+    op.custom_op.register_fake(op.check_and_allocate)
 
 
 def kernel(
@@ -345,8 +334,8 @@ def _run_on_device(op: Op, device: str) -> None:
     op.custom_op._lib.impl(name, without_dynamo(run), DEVICES[device])
     op.kernels[device], op.install[device] = run, install
     if has(*AUTOGRAD):
-        key = getattr(DispatchKey, DEVICES[device])
-        op.entries[DispatchKeySet(key).raw_repr()] = run
+        key = getattr(torch.DispatchKey, DEVICES[device])
+        op.entries[torch.DispatchKeySet(key).raw_repr()] = run
 
 
 def allocate(name: str, call: Any) -> Any:

@@ -61,7 +61,6 @@ def _wrapper_subclass(cls: type, size: Any, *, dtype: Any, device: Any) -> torch
 
 
 _KERNELS = "the autograd kernels of the ops: PyTorch's own, which are slower, run the formulas"
-_KEYS = f"{_KERNELS}; and the ops under autocast, which raise"
 _NO_HANDING_OVER = "the reuse of a gradient's memory; autograd saves it instead"
 _TRACES = "`fuse` of modules that are recognised by tracing, which raises"
 _REWRITES = "the rewrites of the backend, which leave every graph as it is"
@@ -71,8 +70,6 @@ _BACKEND = 'backend="liger", which raises'
 
 PARTS = {
     # For the Autograd kernel of an op, 3 to 30 us faster than torch.library.register_autograd's.
-    "DispatchKey": Part("torch._C:DispatchKey", _KEYS),
-    "DispatchKeySet": Part("torch._C:DispatchKeySet", _KEYS),
     # Below ADInplaceOrView too: a result of a definition that is a view of another tensor is not
     # tracked as a view.
     "BelowAutograd": Part("torch._C:_AutoDispatchBelowADInplaceOrView", _KERNELS),
@@ -83,10 +80,6 @@ PARTS = {
         "torch._C._dynamo.eval_frame",
         "fast calls of ops: torch.compiler.disable takes 2 us of each, and imports Dynamo",
         types.SimpleNamespace(),
-    ),
-    # Runs an op in the dtypes of its arguments within autocast, as torch.library's rules do.
-    "ExcludeDispatchKeyGuard": Part(
-        "torch._C:_ExcludeDispatchKeyGuard", "the ops under autocast, which raise"
     ),
     # Allocates on the current GPU, 1 us faster than torch.empty_strided.
     "empty_strided_cuda": Part(
@@ -121,7 +114,6 @@ PARTS = {
         _wrapper_subclass,
     ),
     # Tracing on tensors without data, and the values of nodes in a graph.
-    "DisableTorchFunction": Part("torch._C:DisableTorchFunction", _TRACES),
     "FakeTensorMode": Part("torch._subclasses.fake_tensor:FakeTensorMode", _TRACES),
     "FakeTensor": Part("torch._subclasses.fake_tensor:FakeTensor", _REWRITES, _NoTensor),
     "DataDependentOutputException": Part(
@@ -129,16 +121,10 @@ PARTS = {
         "torch.compile of experts on a CPU, which raises",
         _NeverRaised,
     ),
-    "is_functorch_wrapped_tensor": Part(
-        "torch._C._functorch:is_functorch_wrapped_tensor", _REWRITES, lambda _: True
-    ),
-    "get_unwrapped": Part("torch._C._functorch:get_unwrapped", _REWRITES),
     # Find out what the call of a node writes to, from the schemas of the operators that it runs.
     "TorchDispatchMode": Part("torch.utils._python_dispatch:TorchDispatchMode", _REWRITES, object),
     "enable_python_dispatcher": Part("torch._dispatch.python:enable_python_dispatcher", _REWRITES),
-    # Kinds of nodes.
-    "OpOverload": Part("torch._ops:OpOverload", _REWRITES),
-    "OpOverloadPacket": Part("torch._ops:OpOverloadPacket", _REWRITES),
+    # The kind of nodes that call subgraphs.
     "HigherOrderOperator": Part("torch._ops:HigherOrderOperator", _REWRITES),
     # Nested tensors, which ops refuse, and whether flex_attention can compile.
     "NestedTensor": Part(
@@ -180,18 +166,19 @@ PARTS = {
     "counters": Part(
         "torch._dynamo.utils:counters", "the graph breaks of `explain`", {"graph_break": {}}
     ),
-    "aot_eager": Part("torch._dynamo.backends.debugging:aot_eager", "`explain(verify=True)`"),
     "CompileInductorWrapper": Part("torch:_TorchCompileInductorWrapper", _BACKEND),
-    "CompileWrapper": Part("torch:_TorchCompileWrapper", 'options={"inner_backend": ...}'),
+    "CompileWrapper": Part(
+        "torch:_TorchCompileWrapper",
+        'options={"inner_backend": ...}, and `explain(verify=True)`, which raise',
+    ),
     "reset_cudagraph_trees": Part(
         "torch._inductor.cudagraph_trees:reset_cudagraph_trees",
         "the reset of CUDA graphs by torch.compiler.reset",
         lambda: None,
     ),
     "inductor": Part("torch._inductor.compile_fx", "`enable`, which raises"),
-    "inductor_config": Part("torch._inductor.config", "`enable`, which raises"),
-    "list_inductor_options": Part(
-        "torch._inductor:list_options", "Inductor's options, which raise"
+    "inductor_config": Part(
+        "torch._inductor.config", "`enable`, and Inductor's options, which raise"
     ),
     "inductor_patterns": Part(
         "torch._inductor.pattern_matcher",
@@ -223,10 +210,7 @@ PARTS = {
         types.SimpleNamespace(activation_memory_budget=1),
     ),
 }
-AUTOGRAD = (
-    *("DispatchKey", "DispatchKeySet", "BelowAutograd"),
-    *("after_autograd_keyset", "any_requires_grad"),
-)
+AUTOGRAD = ("BelowAutograd", "after_autograd_keyset", "any_requires_grad")
 
 
 def __getattr__(name: str) -> Any:

@@ -75,7 +75,7 @@ def register() -> None:
     """Register a fake of every op that has a line."""
     for op in library.OPS.values():
         if axes := library.declared(op).axes:
-            library.fake(op.name)(_fake(op, lines(axes)))
+            library.fake(op, _fake(op, lines(axes)))
 
 
 def _fake(op: library.Op, forms: tuple[Line, ...]) -> Callable[[Any], Any]:

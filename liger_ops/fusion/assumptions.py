@@ -205,19 +205,13 @@ class Reads:
                 module.__class__ = cls
 
     def assumptions(
-        self, module: nn.Module, dtypes: Collection[torch.dtype | tuple[torch.dtype, torch.dtype]]
+        self, module: nn.Module, dtypes: Collection[tuple[torch.dtype, torch.dtype]]
     ) -> Assumptions:
-        """Return the assumptions about a module of which a copy was traced.
-
-        Args:
-            module: the module itself.
-            dtypes: the dtypes in which the program was the same: a pair of the input's and the
-                other tensors', or one dtype for both.
-        """
+        """Return the assumptions about a module of which a copy was traced, with the pairs of
+        dtypes in which its program was the same."""
         states = [self._state(module, path, names) for path, names in self._names.items()]
         used = tuple(state for state in states if state.path[0] or any(state[2:]))
-        pairs = (dtype if isinstance(dtype, tuple) else (dtype, dtype) for dtype in dtypes)
-        return Assumptions(used, tuple(pairs))
+        return Assumptions(used, tuple(dtypes))
 
     def _recording(self, base: Any) -> Any:
         """Return a subclass of `base` whose instances record which of their attributes are read."""

@@ -154,13 +154,19 @@ def style_of(module: Any) -> InstanceForward | None:
     return InstanceForward(values.get("self"), values.get("mesh"), own)
 
 
-def call_class(module: nn.Module, style: InstanceForward) -> None:
-    """Make a style's forward look up the module's class in each call, and call its forward.
+def call_class(module: nn.Module) -> None:
+    """Make the forward that transformers set on a module, for tensor parallelism or for experts,
+    look up the module's class in each call, and call its forward.
 
     Without this it calls the forward of the class that the module had when the model was loaded,
     and not the one that `fuse` installs.
     """
-    style.own.cell_contents = types.MethodType(_forward_of_class, module)
+    own = types.MethodType(_forward_of_class, module)
+    style = style_of(module)
+    if style is not None:
+        style.own.cell_contents = own
+    for dispatcher in dispatchers_of(module):
+        dispatcher.experts_forward = own
 
 
 def dispatchers_of(module: Any) -> list[Any]:
@@ -177,12 +183,6 @@ def dispatchers_of(module: Any) -> list[Any]:
         for candidate, own in zip(candidates, forwards, strict=True)
         if getattr(own, "__self__", None) is module
     ]
-
-
-def dispatch_to_class(module: Any) -> None:
-    """Make the dispatchers of a module look up the module's class in each call, as `call_class`."""
-    for dispatcher in dispatchers_of(module):
-        dispatcher.experts_forward = types.MethodType(_forward_of_class, module)
 
 
 def _forward_of_class(self: Any, *args: Any, **kwargs: Any) -> Any:

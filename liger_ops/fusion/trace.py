@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..rewrites.engine.canonical import IDENTITY, canonical
 from ..rewrites.engine.effects import writes
-from ..torch_private import DisableTorchFunction, FakeTensorMode
+from ..torch_private import FakeTensorMode
 from .asked import runs_library_code_alone, unwatched
 from .probing import DEVICE, NotAnOp
 
@@ -135,7 +135,7 @@ class Trace(TorchFunctionMode):
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Add an input without data to the graph, while it is traced or before."""
-        with DisableTorchFunction(), self._fake_mode:
+        with torch.DisableTorchFunction(), self._fake_mode:
             tensor = torch.empty(shape, dtype=dtype, device=DEVICE)
         self.add(name, tensor)
         return tensor

@@ -10,12 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..torch_private import HigherOrderOperator
-from .attention import (
-    causal_attention,
-    grouped_attention,
-    masked_attention,
-    sdpa,
-)
+from .attention import causal_attention, grouped_attention, masked_attention, sdpa
 from .engine import casts, recompute
 from .engine.effects import subgraphs
 from .engine.report import Report, failed, is_strict

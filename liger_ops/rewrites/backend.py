@@ -43,7 +43,7 @@ def liger(
     * "inner_backend": the backend that compiles the rewritten graph, a name or a function. Default:
       "inductor".
     * "rewrites": names from `liger_ops.rewrites.REWRITES`, or "all". Default: before
-      Inductor all but `chosen.KEPT_BY_INDUCTOR`, before another backend all.
+      Inductor all but `default_rewrites.KEPT_BY_INDUCTOR`, before another backend all.
     * "padding": what is known of the attention_mask. By default each call checks whether it is 1
       everywhere, which waits for the device once; batches for which it is run causal attention,
       compiled separately. False promises that every batch is full, which the device checks; True

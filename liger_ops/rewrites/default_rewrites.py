@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-from ..torch_private import list_inductor_options
 from . import REWRITES
 
 # The options of the backend `liger`. It hands other options to the inner backend.
@@ -67,7 +66,9 @@ def check_known(names: Collection[str], before_inductor: bool) -> None:
     """Raise ValueError for an option that neither this backend nor Inductor has."""
     inductors: Collection[str] = ()
     if before_inductor and names:
-        inductors = list_inductor_options()
+        from ..torch_private import inductor_config
+
+        inductors = inductor_config.get_config_copy()
     for name in names:
         close = difflib.get_close_matches(name, OPTIONS, 1)
         # Another inner backend may have options of any name.

@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from ..compile_cache import package_hash
-from ..torch_private import CustomGraphPass, OpOverload, inductor, inductor_config
+from ..torch_private import CustomGraphPass, inductor, inductor_config
 from . import rewrite
 from .default_rewrites import checked_flag, chosen
+from .engine.canonical import OpOverload
 from .losses.losses import warn
 
 

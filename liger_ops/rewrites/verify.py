@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..torch_private import aot_eager
+from ..torch_private import CompileWrapper
 from . import rewrite
 from .attention.runtime.padding import PADDING
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
@@ -138,9 +138,10 @@ class _CompiledRuns:
         self.is_random = False
         self.narrowest = torch.float64
         self.changed_parts = 0
+        self.eager = CompileWrapper("aot_eager", None, None, dynamic=None)
 
     def compared(self) -> Verification:
-        before, after = self.unchanged(aot_eager), self.measured(self.rewritten)
+        before, after = self.unchanged(self.eager), self.measured(self.rewritten)
         eps = torch.finfo(self.narrowest).eps
         why = RANDOM if self.is_random else "it is of float64"
         for dtype in () if self.is_random else WIDER:
@@ -171,7 +172,7 @@ class _CompiledRuns:
         self.narrowest = min(found, key=lambda dtype: torch.finfo(dtype).bits)
         PADDING.assume(module, inputs)
         rewrite(module)
-        return aot_eager(module, inputs)
+        return self.eager(module, inputs)
 
 
 class _Eager:

@@ -13,16 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from liger_ops import backend, fuse
-from sharded_training import (
-    MIXTURE,
-    TRAINED,
-    Graphs,
-    batch,
-    check,
-    loss_of,
-    made,
-    trained,
-)
+from sharded_training import MIXTURE, TRAINED, Graphs, batch, check, loss_of, made, trained
 
 pytestmark = pytest.mark.device_kernels
 

@@ -17,18 +17,7 @@ import ranks
 from fused_families import Family
 from liger_ops import fuse
 from reloaded_models import reloaded
-from sharded_training import (
-    LLAMA,
-    ROWS,
-    STEPS,
-    TRAINED,
-    Run,
-    batch,
-    compare,
-    items,
-    made,
-    named,
-)
+from sharded_training import LLAMA, ROWS, STEPS, TRAINED, Run, batch, compare, items, made, named
 
 pytestmark = [
     pytest.mark.device_kernels,

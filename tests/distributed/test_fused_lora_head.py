@@ -21,16 +21,7 @@ from fused_families import VOCABULARY
 from liger_ops import backend, fuse
 from parallel_plans import parallel
 from plans_of_transformers import loaded
-from sharded_training import (
-    Graphs,
-    batch,
-    compare,
-    full,
-    loss_of,
-    made,
-    shard,
-    trained,
-)
+from sharded_training import Graphs, batch, compare, full, loss_of, made, shard, trained
 
 pytestmark = pytest.mark.device_kernels
 

@@ -41,11 +41,7 @@ from sharded_training import (
 pytestmark = pytest.mark.device_kernels
 
 SECONDS = 400
-OPTIONS: tuple[dict[str, Any], ...] = (
-    TERMS,
-    {"use_token_scaling": True},
-    {"reduction": "none"},
-)
+OPTIONS: tuple[dict[str, Any], ...] = (TERMS, {"use_token_scaling": True}, {"reduction": "none"})
 
 
 def mesh() -> Any:

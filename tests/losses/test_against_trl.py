@@ -13,15 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_ops.losses import (
-    cpo_loss,
-    dpo_loss,
-    grpo_loss,
-    kto_kl,
-    kto_loss,
-    orpo_loss,
-    simpo_loss,
-)
+from liger_ops.losses import cpo_loss, dpo_loss, grpo_loss, kto_kl, kto_loss, orpo_loss, simpo_loss
 from liger_ops.losses.pair_losses import OF_DIFFERENCES, PAIR_LOSSES, SORTED
 from liger_ops.losses.policy_terms import POLICY_TERMS
 from loss_calls import inputs

@@ -58,11 +58,7 @@ def train(model: Any, path: Path, **options: Any) -> list[float]:
     dataset = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in rows])
     arguments = trl.SFTConfig(**options_of(path, 2), **options)
     trainer = trl.SFTTrainer(
-        model,
-        arguments,
-        train_dataset=dataset,
-        eval_dataset=dataset,
-        processing_class=tokenizer(),
+        model, arguments, train_dataset=dataset, eval_dataset=dataset, processing_class=tokenizer()
     )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

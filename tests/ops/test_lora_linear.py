@@ -14,6 +14,7 @@ from torch import Tensor
 import liger_ops
 import op_checks
 import strategies
+from called_ops import saved_bytes
 from op_table import OPS
 from op_under_test import EVERY_FOLDER
 
@@ -27,11 +28,7 @@ DTYPES = {
 }
 
 
-GATED = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+GATED = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def peft_linear(
@@ -54,7 +51,7 @@ def by_peft(case: Any, given: dict[str, Any]) -> tuple[Tensor, list[Tensor | Non
 
 
 def in_float64(given: dict[str, Any]) -> dict[str, Any]:
-    return {n: None if one is None else one.double() for n, one in given.items()}
+    return {name: op_checks.in_float64(one) for name, one in given.items()}
 
 
 @pytest.mark.device_kernels
@@ -123,18 +120,7 @@ def test_a_frozen_weight_takes_no_product(needed: str) -> None:
 
 
 def saved(function: Any, *args: Any) -> int:
-    """The bytes that a call keeps beside its arguments."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = function(*args)
-    assert y.requires_grad
-    own = {one.data_ptr() for one in args if isinstance(one, Tensor)}
-    return sum(size for place, size in kept.items() if place not in own)
+    return saved_bytes(lambda: function(*args), args)
 
 
 def test_what_is_saved() -> None:

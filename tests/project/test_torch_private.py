@@ -46,6 +46,8 @@ def lacks(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 def test_every_part_is_in_this_torch() -> None:
+    # Each may be gone in the next torch. Most have a public way by now.
+    assert len(PARTS) <= 45
     for name, part in PARTS.items():
         if name != "StaticCudaLauncher" or torch.version.cuda:
             pkgutil.resolve_name(part.path)
@@ -155,7 +157,7 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("name", ["any_requires_grad", "DispatchKeySet"])
+@pytest.mark.parametrize("name", ["any_requires_grad", "BelowAutograd"])
 def test_without_the_autograd_kernels(name: str) -> None:
     """They are registered on import, together: one part that is lacking leaves PyTorch's own."""
     path = PARTS[name].path

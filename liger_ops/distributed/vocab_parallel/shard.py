@@ -141,14 +141,14 @@ class VocabShard(NamedTuple):
     held: int
     V: int
     most: int
-    sums_x: bool
+    sums_x: bool = False
 
     @staticmethod
-    def of_rank(group: str, rank: int, ranks: int, V: int, sums_x: bool = False) -> VocabShard:
+    def of_rank(group: str, rank: int, ranks: int, V: int) -> VocabShard:
         """Return a rank's words of V, as `torch.chunk` splits them."""
         most = -(-V // ranks)
         first = min(rank * most, V)
-        return VocabShard(group, rank, ranks, first, min(first + most, V) - first, V, most, sums_x)
+        return VocabShard(group, rank, ranks, first, min(first + most, V) - first, V, most)
 
     def is_local(self, target: Tensor) -> Tensor:
         """Return whether each target is one of the rank's words."""

@@ -20,14 +20,12 @@ from ...nn import MHCCoeffs
 from .. import classes, sharding
 from ..trace import ANY_SIZES
 from .installed import ModuleFacts, OpCaller
-from .kind import Kind, obstacle, parameter_obstacle, state_obstacle
+from .kind import FLOATS, Kind, obstacle, parameter_obstacle, state_obstacle
 from .module_trace import Case, Traced, names_of
 from .program import Program, ProgramStep
 
 # Names of classes that a reader expects in the report.
 NAME = re.compile(r"HyperConnection|HyperHead|mHC|MHC")
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HyperConnections(Kind):

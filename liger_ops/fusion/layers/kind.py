@@ -18,9 +18,13 @@ from .. import classes
 from ..planning import FusionPlan
 from ..probing import NotAnOp, Probes, attributes_key, leaf_key
 from ..sharding import shape_of
+from ..tensor_parallel import call_class
 from .installed import ModuleFacts, OpCaller, methods_of
 from .module_trace import Case, FailsInTrace, ModuleTrace, Traced
 from .program import Program, ProgramStep, write_program
+
+# The dtypes of parameters and tensors in which the kernels compute.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kind:
@@ -164,6 +168,7 @@ class Kind:
 
     def install(self, module: nn.Module, facts: ModuleFacts) -> None:
         classes.override(module, self.name, facts)
+        call_class(module)
 
     def key(self, module: nn.Module) -> Any:
         """Return a key that is equal for modules whose traces are equal."""

@@ -27,6 +27,7 @@ from ..probing import NotAnOp
 from ..trace import ANY_SIZES
 from .installed import ModuleFacts, OpCaller
 from .kind import (
+    FLOATS,
     Kind,
     argument_obstacle,
     has_state,
@@ -43,7 +44,6 @@ NORM_OPS = ("layer_norm", "rms_norm")
 # Names of classes that a reader expects in the report.
 NAME = re.compile(r"Ada(ptive)?(Layer|RMS|Rms)?Norm|NormZero|NormContinuous")
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # No module that computes one or two modulated norms and nothing else has more children.
 MOST_CHILDREN = 6
 # No module splits its projection into more parts.

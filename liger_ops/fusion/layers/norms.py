@@ -15,13 +15,13 @@ from ... import library
 from ...nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
 from ...rewrites.engine.report import Report, bound
 from ...rewrites.engine.rewrite import before_widening
-from .. import classes, sharding, tensor_parallel
+from .. import classes, sharding
 from ..planning import FusionPlan
 from ..probing import NotAnOp, dtype_name, own_attributes
 from ..trace import ANY_SIZES
 from . import modulated_norms
 from .installed import ModuleFacts, OpCaller
-from .kind import Kind, argument_obstacle, obstacle, parameter_obstacle
+from .kind import FLOATS, Kind, argument_obstacle, obstacle, parameter_obstacle
 from .module_trace import Case, FailsInTrace, Traced, names_of
 from .program import MODE, Parameter, Program, ProgramStep, Value
 
@@ -59,9 +59,7 @@ class Norms(Kind):
         self.reported: Collection[str] = ()
         self.whole = sharding.whole_parameters(model)
         dtypes = {parameter.dtype for parameter in (*model.parameters(), *self.whole.values())}
-        self.dtypes = [
-            dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtype in dtypes
-        ]
+        self.dtypes = [dtype for dtype in FLOATS if dtype in dtypes]
 
     @classmethod
     def plan(cls, model: nn.Module) -> FusionPlan:
@@ -191,15 +189,8 @@ class Norms(Kind):
         op = program.ops[0].name
         if (op != "group_norm") is not form.channels_last:
             raise NotAnOp(f"it is {op} of inputs of another layout")
-        return None if _fits_any_width(
-            module, form
-        ) else form.width, -1 if form.channels_last else 1
-
-    def install(self, module: nn.Module, facts: ModuleFacts) -> None:
-        super().install(module, facts)
-        style = tensor_parallel.style_of(module)
-        if style is not None:
-            tensor_parallel.call_class(module, style)
+        width = None if _fits_any_width(module, form) else form.width
+        return width, -1 if form.channels_last else 1
 
     @staticmethod
     def caller(facts: ModuleFacts, op: ProgramStep, i: int) -> OpCaller:

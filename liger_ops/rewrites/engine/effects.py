@@ -29,13 +29,10 @@ from ...torch_private import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    OpOverload,
     TorchDispatchMode,
     enable_python_dispatcher,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
 )
-from .canonical import value
+from .canonical import OpOverload, value
 from .insertion import fake_mode_of, replay
 
 # The key of unknown memory. It may be any memory, so users of keys have to ask for it apart.
@@ -46,17 +43,14 @@ def is_plain(tensor: Any) -> bool:
     """Return whether a tensor is an ordinary dense one, not a DTensor, a wrapper of vmap, ..."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
-        and not is_functorch_wrapped_tensor(tensor)
+        and unwrapped(tensor) is tensor
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor within the wrappers of torch.func transforms."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
+# Returns the tensor within the wrappers of torch.func transforms, or the tensor itself.
+unwrapped = torch.func.debug_unwrap
 
 
 def memory(nodes: Iterable[Any]) -> set[int]:
@@ -130,12 +124,9 @@ def _written_in_subgraphs(node: fx.Node) -> set[int]:
 def subgraphs(node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs among the arguments of a higher-order operator's node."""
     owner = node.graph.owning_module
-    attributes = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if _is_attr(n)]
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    attributes = [getattr(owner, name, None) for name in names]
     return [module for module in attributes if isinstance(module, fx.GraphModule)]
-
-
-def _is_attr(node: fx.Node) -> bool:
-    return node.op == "get_attr"
 
 
 def _written_by(node: fx.Node) -> set[int]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
-from .canonical import same, value
+from ...torch_private import HigherOrderOperator
+from .canonical import OpOverload, OpOverloadPacket, same, value
 from .effects import ANYWHERE, memory, writes, written
 from .insertion import fake_mode_of, replay
 

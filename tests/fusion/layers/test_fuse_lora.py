@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from called_ops import called
+from called_ops import called, saved_bytes
 from graphs import Recorder, liger_ops_of
 from liger_ops import fuse, unfuse
 
@@ -406,17 +406,7 @@ def test_some_projections_have_a_lora(names: tuple[str, ...], expected: dict[str
 
 def kept(model: nn.Module, x: Tensor) -> int:
     """The bytes that a call keeps beside parameters and x."""
-    own = {one.data_ptr() for one in (x, *model.parameters())}
-    found: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        found[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    assert y.requires_grad
-    return sum(size for place, size in found.items() if place not in own)
+    return saved_bytes(lambda: model(x), (x, *model.parameters()))
 
 
 def test_an_mlp_keeps_gate_and_up_alone() -> None:

@@ -15,7 +15,6 @@ from liger_ops.fusion import loss, unfuse
 peft = pytest.importorskip("peft", reason="the adapters are peft's")
 
 FAMILY = text("Llama", 3, num_hidden_layers=1)
-LAYER = "peft.tuners.lora.layer.Linear"
 ON_HEAD = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "r": 4}
 
 

@@ -128,10 +128,7 @@ def with_own_forward(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "change"),
-    {
-        "its head has hooks": hooked,
-        "its head has a forward of its own": with_own_forward,
-    }.items(),
+    {"its head has hooks": hooked, "its head has a forward of its own": with_own_forward}.items(),
 )
 def test_what_holds_the_head_has_to_be_called(
     reason: str, change: Callable[[nn.Module], None]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import liger_ops
 import strategies
+from called_ops import saved_bytes
 from expert_cases import OPTIONS
 from liger_ops import library
 from op_table import OPS
@@ -124,17 +125,8 @@ def test_the_gradient_of_a_weight_has_its_layout(transposed: bool) -> None:
 def saved(recompute: bool) -> int:
     """The bytes that a call keeps beside its arguments."""
     x, index = torch.randn(6, 4, requires_grad=True), torch.zeros(6, 2, dtype=torch.int64)
-    gate_up, down, weights = torch.randn(3, 10, 4), torch.randn(3, 4, 5), torch.rand(6, 2)
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        args = (x, gate_up, down, index, weights)
-        liger_ops.moe_experts(*args, recompute=recompute)
-    return sum(kept.values()) - sum(tensor.nbytes for tensor in args)
+    args = (x, torch.randn(3, 10, 4), torch.randn(3, 4, 5), index, torch.rand(6, 2))
+    return saved_bytes(lambda: liger_ops.moe_experts(*args, recompute=recompute), args)
 
 
 def test_what_is_saved() -> None:

@@ -13,9 +13,7 @@ from head_calls import EVERY_DTYPE, call, leaves
 from liger_ops.lowering.common.heads.chunked_head import chunked_tokens
 from liger_ops.ops.heads.gradients import WEIGHT, gradient_dtypes
 from liger_ops.ops.heads.head import ENVIRONMENT, Head, chunks
-from linear_cross_entropy_cases import (
-    HeadCase,
-)
+from linear_cross_entropy_cases import HeadCase
 
 
 @given(

@@ -77,8 +77,7 @@ def test_loss_and_gradient_in_one_call(folder: str, case: Any) -> None:
     ones = {"dloss": torch.ones(5, device=DEVICE), "dz_loss": None, "dlse": None}
     upstream = {**tensors, **ones, "dtarget_logit": None}
     args = OP.backward_args(
-        case,
-        {**upstream, "lse": kernel[2], "total_weight": kernel[4], "lse_error": kernel[7]},
+        case, {**upstream, "lse": kernel[2], "total_weight": kernel[4], "lse_error": kernel[7]}
     )
     (expected,) = op_checks.run_kernel(OP, folder, True, case, args)
     bound = 4 * torch.finfo(case.dtype).eps

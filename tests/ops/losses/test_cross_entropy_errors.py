@@ -7,10 +7,6 @@ import torch
 
 import liger_ops
 from liger_ops.nn import CrossEntropyLoss
-from op_table import OPS
-
-OP = OPS["cross_entropy_forward-mean"]
-NAN = float("nan")
 
 
 def test_the_gradient_that_is_not_given_is_refused() -> None:

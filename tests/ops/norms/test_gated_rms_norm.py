@@ -12,9 +12,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import liger_ops
-from op_table import OPS
-
-OP = OPS["gated_rms_norm"]
 
 
 class Sigmoid(Qwen3NextRMSNormGated):

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 import liger_ops
-from op_table import OPS
 from op_under_test import DEVICE
-
-OP = OPS["rms_norm_rope"]
 
 
 def packed_heads(dtype: torch.dtype, heads: int, heads_of_k: int, D: int) -> tuple[Tensor, Tensor]:

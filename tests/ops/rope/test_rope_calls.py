@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 import liger_ops
-from op_table import OPS
 from rotary_inputs import heads, rotary_angles, rotary_tables
-
-OP = OPS["rope"]
 
 
 def test_conjugate_frequencies_rotate_back() -> None:

@@ -110,8 +110,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "functions": lambda x, w: torch.mul(
         w,
         torch.mul(
-            x.float(),
-            torch.rsqrt(torch.add(torch.mean(torch.pow(x.float(), 2), 2, True), EPS)),
+            x.float(), torch.rsqrt(torch.add(torch.mean(torch.pow(x.float(), 2), 2, True), EPS))
         ).to(x.dtype),
     ),
     "methods": lambda x, w: (

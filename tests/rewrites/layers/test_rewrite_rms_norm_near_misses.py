@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,25 +73,18 @@ def test_near_misses_of_rms_norm(function, reason):
     refused(function, values(3, 3, 8), values(8), op="rms_norm", reason=reason)
 
 
-def written_in_between(x: Tensor, weight: Tensor) -> Tensor:
-    x = x * 1.5
-    inverse = inverse_rms(x)
-    x.mul_(2)
-    return weight * (x * inverse)
+def writing(write: Callable[[Tensor], object]) -> Callable[[Tensor, Tensor], Tensor]:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        x = x * 1.5
+        inverse = inverse_rms(x)
+        write(x)
+        return weight * (x * inverse)
+
+    return norm
 
 
-def set_in_between(x: Tensor, weight: Tensor) -> Tensor:
-    x = x * 1.5
-    inverse = inverse_rms(x)
+def set_first(x: Tensor) -> None:
     x[0, 0] = 1.0
-    return weight * (x * inverse)
-
-
-def copied_into_in_between(x: Tensor, weight: Tensor) -> Tensor:
-    x = x * 1.5
-    inverse = inverse_rms(x)
-    x[:, 1].copy_(x[:, 0] * 2)
-    return weight * (x * inverse)
 
 
 def augmented_in_between(x: Tensor, weight: Tensor) -> Tensor:
@@ -100,18 +94,11 @@ def augmented_in_between(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x * inverse)
 
 
-def out_in_between(x: Tensor, weight: Tensor) -> Tensor:
-    x = x.detach() * 1.5
-    inverse = inverse_rms(x)
-    torch.add(x, 1.0, out=x)
-    return weight * (x * inverse)
-
-
 IN_PLACE = {
-    "mul_": (written_in_between, "written in place"),
-    "setitem": (set_in_between, "written in place"),
-    "copy_": (copied_into_in_between, "written in place"),
-    "out": (out_in_between, "written in place"),
+    "mul_": (writing(lambda x: x.mul_(2)), "written in place"),
+    "setitem": (writing(set_first), "written in place"),
+    "copy_": (writing(lambda x: x[:, 1].copy_(x[:, 0] * 2)), "written in place"),
+    "out": (writing(lambda x: torch.add(x, 1.0, out=x)), "written in place"),
     # Another value of the graph.
     "iadd": (augmented_in_between, ""),
 }

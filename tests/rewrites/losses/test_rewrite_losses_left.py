@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import liger_ops
 from liger_ops.rewrites.losses import losses

@@ -12,16 +12,7 @@ from torch import Tensor
 
 from launch_forms import BF16, COUNTED_ROWS, FP32, ROWS, WIDTHS, Fields, Forms, masks, shapes, tiled
 from liger_ops import library
-from op_under_test import (
-    SAME,
-    OpUnderTest,
-    Pick,
-    Tensors,
-    Values,
-    drawn_for,
-    drawn_rows,
-    laid_out,
-)
+from op_under_test import SAME, OpUnderTest, Pick, Tensors, Values, drawn_for, drawn_rows, laid_out
 
 # Below this, float32 exp and products underflow.
 TINY = torch.finfo(torch.float32).tiny

@@ -19,16 +19,7 @@ from norm_cases import (
     ZERO_EPS,
     wide,
 )
-from op_under_test import (
-    SAME,
-    SIZES,
-    OpUnderTest,
-    Pick,
-    Tensors,
-    drawn_for,
-    leading_shape,
-    max_abs,
-)
+from op_under_test import SAME, SIZES, OpUnderTest, Pick, Tensors, drawn_for, leading_shape, max_abs
 
 
 def tensors(case: Any) -> Tensors:

@@ -47,10 +47,7 @@ def styled(
     if not adapter:
         return model
     local = logits is None or logits.is_replicate()
-    out: dict[str, Any] = {
-        "output_layouts": logits or Replicate(),
-        "use_local_output": local,
-    }
+    out: dict[str, Any] = {"output_layouts": logits or Replicate(), "use_local_output": local}
     plan = {f"{HEAD}.lora_B.default": ColwiseParallel(**out)}
     if sequence:
         # A plain lora_A does not take the rows, which are a DTensor.

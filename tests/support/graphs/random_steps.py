@@ -97,13 +97,7 @@ def torch_norm(state: State, *, i: int, kind: str) -> None:
     state.values.append(y)
 
 
-def add(
-    state: State,
-    *,
-    i: int,
-    j: int,
-    how: str,
-) -> None:
+def add(state: State, *, i: int, j: int, how: str) -> None:
     x, residual = state.recent(i), state.recent(j)
     if how == "row":
         state.values.append(x + residual[:, :1])
@@ -116,14 +110,7 @@ def add(
 
 
 def gate(
-    state: State,
-    *,
-    i: int,
-    j: int,
-    activation: str,
-    packed: bool,
-    swapped: bool,
-    leak: bool,
+    state: State, *, i: int, j: int, activation: str, packed: bool, swapped: bool, leak: bool
 ) -> None:
     x, up = state.recent(i), state.recent(j)
     if packed:
@@ -146,15 +133,7 @@ def gate(
     state.values.append(up * z)
 
 
-def rope(
-    state: State,
-    *,
-    i: int,
-    j: int,
-    turn: str,
-    rotary: int,
-    cast: bool,
-) -> None:
+def rope(state: State, *, i: int, j: int, turn: str, rotary: int, cast: bool) -> None:
     cos, sin = (state.tensors[name][..., :rotary].unsqueeze(1) for name in ("cos", "sin"))
 
     def turned(x: Tensor) -> Tensor:
@@ -194,13 +173,7 @@ def reshape(state: State, *, i: int, how: str) -> None:
         state.values.append(x.contiguous()[:, :])
 
 
-def write(
-    state: State,
-    *,
-    i: int,
-    j: int,
-    how: str,
-) -> None:
+def write(state: State, *, i: int, j: int, how: str) -> None:
     x, y = state.recent(i), state.recent(j)
     if how == "mul":
         x.mul_(0.5)
@@ -219,14 +192,7 @@ def write(
 
 
 def loss(
-    state: State,
-    *,
-    i: int,
-    cast: bool,
-    scale: str,
-    shift: bool,
-    reduction: str,
-    leak: bool,
+    state: State, *, i: int, cast: bool, scale: str, shift: bool, reduction: str, leak: bool
 ) -> None:
     x = state.recent(i)
     logits = F.linear(x, state.tensors["head"].to(x.dtype))

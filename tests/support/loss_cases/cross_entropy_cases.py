@@ -9,16 +9,7 @@ from torch import Tensor
 
 from launch_forms import FP32, Fields, loss_forms, shapes
 from liger_ops import library
-from op_under_test import (
-    DEVICE,
-    SAME,
-    Magnitude,
-    OpUnderTest,
-    Pick,
-    Tensors,
-    drawn_for,
-    drawn_rows,
-)
+from op_under_test import DEVICE, SAME, Magnitude, OpUnderTest, Pick, Tensors, drawn_for, drawn_rows
 
 # Option of a token's loss that adds a term to it -> the values that are drawn, the default first. A
 # new option needs a line here, and one in the bounds below: with these, heads, sharded losses,

@@ -105,8 +105,6 @@ LORA = ("lora_x", "lora_b")
 INPUTS = (
     "x", "weight", "target", "bias", "class_weight", "token_weight", "num_items_in_batch",
 )  # fmt: skip
-# dx, dweight and dbias of a forward that does not compute gradients.
-NOT_COMPUTED = (None, None, None)
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
 

@@ -16,6 +16,8 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
+from training_steps import randomized
+
 VOCABULARY = 96
 TOKENS = (2, 16)
 # Shorter than a sequence, so that a sliding window mask is not a causal mask.
@@ -27,18 +29,12 @@ TEXT = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
 }  # fmt: skip
 HEAD = {"head_dim": 16}
-ALTERNATING = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 # From 5.23 on, some models attend in another way, and experts compile with fullgraph on a CPU.
 NEW = Version(transformers.__version__) >= Version("5.23")
 # Every token goes to every expert: a choice of experts could flip with the last bit of a router's
 # logit, and two runs with different rounding could not be compared.
-EXPERTS = {
-    "num_experts_per_tok": 4,
-    **({} if NEW else {"experts_implementation": "batched_mm"}),
-}
+EXPERTS = {"num_experts_per_tok": 4, **({} if NEW else {"experts_implementation": "batched_mm"})}
 
 
 @dataclass(frozen=True)
@@ -69,23 +65,12 @@ class Architecture:
         return {op: count for op, count in counts.items() if count}
 
     def make(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Build the model for training, with weights so large that every part of it matters.
-
-        A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's is
-        so small that attention is nearly uniform, which hides a wrong mask or rotation. All dtypes
-        start from the same numbers, which bfloat16 represents exactly.
-        """
+        """Build the model for training, with weights so large that every part of it matters. All
+        dtypes start from the same numbers, which bfloat16 represents exactly."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self.build().float().train()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    noise = torch.randn_like(parameter)
-                    if parameter.dim() < 2:
-                        parameter.add_(0.3 * noise)
-                    else:
-                        parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-        return model.bfloat16().to(dtype)
+            model = self.build()
+        return randomized(model.float()).bfloat16().to(dtype)
 
 
 def text_batch(shape: tuple[int, int] = TOKENS) -> dict[str, Tensor]:

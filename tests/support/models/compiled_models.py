@@ -111,10 +111,7 @@ def roundings(dtype: torch.dtype) -> float:
 
 
 def assert_as_near_to_truth(
-    after: dict[str, Tensor],
-    before: dict[str, Tensor],
-    truth: dict[str, Tensor],
-    allowance: float,
+    after: dict[str, Tensor], before: dict[str, Tensor], truth: dict[str, Tensor], allowance: float
 ) -> None:
     """Check that the rewritten model is as close to float64 as the untouched model.
 

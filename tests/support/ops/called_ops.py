@@ -1,11 +1,12 @@
-"""Count the ops that a call runs."""
+"""Count the ops that a call runs, and the bytes that it saves."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,3 +32,18 @@ def called(
     with Calls() as calls:
         result = function(*args, **kwargs)
     return pytree.tree_leaves(result), calls.counts
+
+
+def saved_bytes(call: Callable[[], Tensor], beside: Iterable[Any]) -> int:
+    """Return the bytes that a call saves for its backward, beside these tensors."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = call()
+    assert y.requires_grad
+    own = {one.data_ptr() for one in beside if isinstance(one, Tensor)}
+    return sum(size for place, size in saved.items() if place not in own)

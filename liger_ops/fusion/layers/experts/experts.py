@@ -135,13 +135,6 @@ class Experts(Gated):
         plan.fuse(name, wrapper, "moe_experts", {**dict(facts.details), "lora": True})
         plan.changes.append(lambda: classes.override(wrapper, peft_experts.NAME, None))
 
-    def install(self, module: nn.Module, facts: ModuleFacts) -> None:
-        super().install(module, facts)
-        style = tensor_parallel.style_of(module)
-        if style is not None:
-            tensor_parallel.call_class(module, style)
-        tensor_parallel.dispatch_to_class(module)
-
     @classmethod
     def methods(cls, base: Any, facts: ModuleFacts) -> dict[str, Any]:
         made = {} if isinstance(facts.details, str) else _forwards(base, facts)

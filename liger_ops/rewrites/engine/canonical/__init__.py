@@ -18,6 +18,8 @@ from .call import (
     IDENTITY,
     Call,
     Known,
+    OpOverload,
+    OpOverloadPacket,
     arguments,
     calls,
     canonical,
@@ -32,7 +34,7 @@ from .call import (
 )
 
 __all__ = [
-    "COMMUTATIVE", "IDENTITY", "Call", "Known", "arguments", "arithmetic", "calls", "canonical",
-    "dimension", "dtypes", "functional", "is_tensor", "losses", "never_changed", "operation",
-    "same", "same_number", "unchanged", "value", "views",
+    "COMMUTATIVE", "IDENTITY", "Call", "Known", "OpOverload", "OpOverloadPacket", "arguments",
+    "arithmetic", "calls", "canonical", "dimension", "dtypes", "functional", "is_tensor", "losses",
+    "never_changed", "operation", "same", "same_number", "unchanged", "value", "views",
 ]  # fmt: skip

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ....torch_private import OpOverload, OpOverloadPacket
 from ..report import bound, op_of
 
 
@@ -28,6 +27,10 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     through: tuple[fx.Node, ...] = ()
 
+
+# The types of an operator, and of the name of operators that differ in their arguments.
+OpOverload = type(torch.ops.aten.add.Tensor)
+OpOverloadPacket = type(torch.ops.aten.add)
 
 COMMUTATIVE = {"add", "mul"}
 # An operation that returns its first argument: the same elements in the same dtype.

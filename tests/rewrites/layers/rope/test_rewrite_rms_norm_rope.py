@@ -40,10 +40,7 @@ def inputs(
 
 
 def attention(
-    norm: Norm,
-    rotation: Any = llama,
-    transposed_first: bool = False,
-    key_norm: Norm | None = None,
+    norm: Norm, rotation: Any = llama, transposed_first: bool = False, key_norm: Norm | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """The norms before the heads are transposed, as in Qwen3, or after, as in Gemma 3."""
 
