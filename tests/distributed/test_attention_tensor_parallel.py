@@ -55,11 +55,12 @@ def compare(made: Any, name: str, kind: str, call: Any = None) -> None:
 
 
 def block_masks() -> None:
-    flex = mock.patch.object(attention_function, "_flex", wraps=attention_function._flex)
+    attention = attention_function._attention
+    recorded = mock.patch.object(attention_function, "_attention", wraps=attention)
     for i, (name, kind) in enumerate(BATCHES):
         made = sharded(name, sequence=i % 2 == 0)
         fuse(made)
-        with blocks_everywhere(), flex as called:
+        with blocks_everywhere(), recorded as called:
             compare(made, name, kind)
         # Without padding, the layer of Gemma 3 without a window is causal.
         assert called.call_count == (1 if kind == "bare" else 2)
@@ -86,7 +87,8 @@ def rewritten_masks() -> None:
             fuse(made, attention=False)
             options = {"inner_backend": graphs, "strict": True}
             compare(made, name, kind, torch.compile(made, backend=backend, options=options))
-            assert len(graphs) == 1 and len(graphs.nodes("flex_attention")) == 2
+            engine = "flex_attention" if kind == "packed" else "varlen_attention"
+            assert len(graphs) == 1 and len(graphs.nodes(engine)) == 2
 
 
 test_attention_tensor_parallel = ranks.tests(

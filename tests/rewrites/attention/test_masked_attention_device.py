@@ -21,30 +21,30 @@ pytestmark = [
     ),
 ]
 
-FLEX, FLASH = "flex_attention", "flash_attention"
+FLEX, VARLEN = "flex_attention", "varlen_attention"
 # The model, its batch, the length, the size of heads, and the engine of each of the two layers;
 # None is causal attention. 1280 tokens are 10 blocks, and 1300 end within a block.
 CASES: list[tuple[str, str, int, int, tuple[str | None, str | None]]] = [
     ("llama", "packed", 1280, 64, (FLEX, FLEX)),
     ("llama", "packed", 2048, 128, (FLEX, FLEX)),
-    ("llama", "right", 1300, 128, (FLEX, FLEX)),
-    ("llama", "left", 2048, 64, (FLEX, FLEX)),
+    ("llama", "right", 1300, 128, (VARLEN, VARLEN)),
+    ("llama", "left", 2048, 64, (VARLEN, VARLEN)),
     ("llama", "ones", 1280, 64, (None, None)),
     ("llama-eager", "right", 1300, 128, (FLEX, FLEX)),
     ("llama-eager", "left", 1280, 64, (FLEX, FLEX)),
-    ("mistral", "bare", 2048, 128, (FLEX, FLEX)),
-    ("mistral", "bare", 1280, 256, (FLASH, FLASH)),
-    ("mistral", "left", 1280, 64, (FLEX, FLEX)),
-    ("gemma3", "bare", 1300, 256, (FLASH, None)),
+    ("mistral", "bare", 2048, 128, (VARLEN, VARLEN)),
+    ("mistral", "bare", 1280, 256, (VARLEN, VARLEN)),
+    ("mistral", "left", 1280, 64, (VARLEN, VARLEN)),
+    ("gemma3", "bare", 1300, 256, (VARLEN, None)),
     ("gemma3", "packed", 1280, 128, (FLEX, FLEX)),
-    ("gemma2", "bare", 1300, 64, (FLEX, FLEX)),
-    ("gemma2", "bare", 2048, 128, (FLEX, FLEX)),
+    ("gemma2", "bare", 1300, 64, (VARLEN, VARLEN)),
+    ("gemma2", "bare", 2048, 128, (VARLEN, VARLEN)),
     ("gemma2", "packed", 1280, 256, (FLEX, FLEX)),
     ("gemma2", "left", 1280, 64, (FLEX, FLEX)),
     ("gemma2", "right", 1300, 128, (FLEX, FLEX)),
-    ("gpt_oss", "bare", 2048, 64, (FLEX, FLEX)),
-    ("gpt_oss", "right", 1280, 128, (FLEX, FLEX)),
-    ("gpt_oss", "left", 1300, 64, (FLEX, FLEX)),
+    ("gpt_oss", "bare", 2048, 64, (VARLEN, VARLEN)),
+    ("gpt_oss", "right", 1280, 128, (VARLEN, VARLEN)),
+    ("gpt_oss", "left", 1300, 64, (VARLEN, VARLEN)),
     ("gpt_oss", "packed", 1280, 64, (FLEX, FLEX)),
 ]
 # Their code says what a query gets that sees no key. With the others it depends on the kernel, so
@@ -65,12 +65,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the calls of each engine in the rewritten graphs."""
     found: Counter[str] = Counter()
     rewrite = liger_backend.rewrite
-    flash = torch.ops.aten._flash_attention_forward.default
+    varlen = torch.ops.liger.varlen_attention.default
 
     def recorded(module: Any, *args: Any, **options: Any) -> Any:
         report = rewrite(module, *args, **options)
         targets = [node.target for node in module.graph.nodes]
-        found.update({FLEX: targets.count(flex_attention), FLASH: targets.count(flash)})
+        found.update({FLEX: targets.count(flex_attention), VARLEN: targets.count(varlen)})
         return report
 
     monkeypatch.setattr(liger_backend, "rewrite", recorded)
@@ -87,7 +87,7 @@ def test_as_near_to_truth_as_eager(
 ) -> None:
     """The loss and every gradient in bfloat16, against the same weights in float32."""
     compare(name, kind, length, head_dim, "cuda", {"backend": "liger"})
-    assert engines == {engine: layers.count(engine) for engine in (FLEX, FLASH)}
+    assert engines == {engine: layers.count(engine) for engine in (FLEX, VARLEN)}
 
 
 def compare(

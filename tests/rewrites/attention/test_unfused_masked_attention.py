@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from attention_graphs import MASKED, as_it_is, compiled, heads, results
+from attention_graphs import MASKED, as_it_is, compiled, heads, mask_nodes, results
 from attention_models import batch, model, step
 from causal_masks import causal
 from data_masks import MASKS, documents, on_the_cpu, right_padding
@@ -187,15 +187,16 @@ def test_two_masks():
     compare(function, [*qkv(), documents(LENGTH)])
 
 
-def test_layers_share_one_block_mask():
+@pytest.mark.parametrize("name", ["padding", "packed"])
+def test_layers_share_a_block_mask_or_documents(name):
     def layers(query: Tensor, *others: Tensor) -> Tensor:
-        seen = added(MASKS["padding"][0](LENGTH, LENGTH, others[-1]), query.dtype)
+        seen = added(MASKS[name][0](LENGTH, LENGTH, others[-1]), query.dtype)
         for _ in range(3):
             query = attention(query, *others[:2], seen, others[2]).transpose(1, 2)
         return query
 
-    _, calls = compare(layers, inputs_of("padding", "sinks"), 3)
-    assert len({call.args[4][2:6] for call in calls}) == 1
+    _, calls = compare(layers, inputs_of(name, "sinks"), 3)
+    assert len(set(map(mask_nodes, calls))) == 1
 
 
 def test_checkpointed_blocks():

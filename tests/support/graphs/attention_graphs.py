@@ -17,6 +17,12 @@ from liger_ops.rewrites.engine.report import Report
 VARLEN = torch.ops.liger.varlen_attention.default
 MASKED = (flex_attention, VARLEN)
 
+
+def mask_nodes(call: fx.Node) -> Any:
+    """Return the nodes of the documents, or of the block mask, that an attention call is given."""
+    return call.args[3:7] if call.target is VARLEN else call.args[4][2:6]
+
+
 Rewrite = Callable[[fx.Graph, Report], None]
 
 
