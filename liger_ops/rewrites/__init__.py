@@ -30,7 +30,7 @@ from .layers import (
     rms_norm,
 )
 from .layers.rope import rms_norm_rope, rope
-from .losses import loss_ops
+from .losses import loss_ops, router_losses
 
 Rewrite = Callable[[fx.Graph, Report], None]
 
@@ -85,6 +85,7 @@ REWRITES: dict[str, Rewrite] = {
     "linear_cross_entropy": functools.partial(loss_ops.rewrite, "linear_cross_entropy"),
     "log_prob": functools.partial(loss_ops.rewrite, "log_prob"),
     "cross_entropy": functools.partial(loss_ops.rewrite, "cross_entropy"),
+    "router_losses": router_losses.rewrite,
 }
 
 

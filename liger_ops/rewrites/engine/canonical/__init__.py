@@ -29,10 +29,11 @@ from .call import (
     same_number,
     unchanged,
     value,
+    written_value,
 )
 
 __all__ = [
     "COMMUTATIVE", "IDENTITY", "Call", "Known", "arguments", "arithmetic", "calls", "canonical",
     "dimension", "dtypes", "functional", "is_tensor", "losses", "never_changed", "operation",
-    "same", "same_number", "unchanged", "value", "views",
+    "same", "same_number", "unchanged", "value", "views", "written_value",
 ]  # fmt: skip

@@ -80,4 +80,7 @@ spelled(torch.take_along_dim, "take_along_dim")(
 )
 declared("full_like", "input fill_value", torch.full_like)
 declared("scatter", "input dim index src", torch.scatter, "scatter", "scatter_")
+declared("scatter_add", "input dim index src", torch.scatter_add, "scatter_add", "scatter_add_")
+declared("topk", "input k dim=-1 largest=True sorted?=True", torch.topk, "topk")
+declared("histc", "input bins=100 min=0 max=0", torch.histc, "histc")
 declared("sum", "input dim+=None keepdim=False dtype=None", torch.sum, "sum")
