@@ -1,7 +1,7 @@
 """Read code back from its result, through writes in place, for code that no pattern covers.
 
 Code may write to a tensor that it has made, as `out.add_(bias)` does. What a node reads is then the
-value after the last write before it. `Reading` follows these values, and keeps the nodes that it
+value after the last write before it. `CodeReader` follows these values, and keeps the nodes that it
 has passed: those that an op replaces.
 """
 
@@ -19,7 +19,7 @@ from .insertion import Refused
 from .rewrite import obstacle, replace
 
 
-class Reading:
+class CodeReader:
     """The nodes that compute a result, as far as they have been read: `nodes`."""
 
     def __init__(self, state: GraphState) -> None:
@@ -81,8 +81,9 @@ class Reading:
 
         Raises Refused if something is used elsewhere, or written in between.
         """
+        users = {user for node in self.nodes - {root} for user in node.users if not user.users}
         # In a subgraph Dynamo keeps results that nothing uses.
-        unused = {user for node in self.nodes for user in node.users if _is_unused_item(user)}
+        unused = {user for user in users if calls(user, "item") or self._is_unread(user, root)}
         self.nodes |= unused
         self.check(root, inputs)
         writers = self.writers
@@ -99,6 +100,14 @@ class Reading:
             others = set(self.state.sharing(writer.all_input_nodes[0])) - self.nodes
             if written(writer) & held or others:
                 raise Refused(f"{writer.name} writes to a tensor that is used elsewhere")
+
+    def _is_unread(self, writer: fx.Node, root: fx.Node) -> bool:
+        """Return whether a write in place is before `root`, and no node that was read sees it."""
+        order, keys = self.state.order, written(writer)
+        if written_value(writer) is None or not keys or order[writer] > order[root]:
+            return False
+        readers = [node for node in self.nodes if order[node] > order[writer]]
+        return not keys & memory({*readers, *(x for node in readers for x in node.all_input_nodes)})
 
     def _source(self, x: Any, by: fx.Node) -> tuple[Any, tuple[fx.Node, ...]]:
         passed: tuple[fx.Node, ...] = ()
@@ -118,10 +127,6 @@ class Reading:
         if not isinstance(node, fx.Node):
             return None
         return written_value(node) if written(node) and canonical(node) is None else canonical(node)
-
-
-def _is_unused_item(node: fx.Node) -> bool:
-    return calls(node, "item") is not None and not node.users
 
 
 def is_zeros(node: Any) -> bool:

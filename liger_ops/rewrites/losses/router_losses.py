@@ -16,7 +16,7 @@ from torch import fx
 from ..engine.canonical import calls, is_tensor, same, same_number, value
 from ..engine.graph_state import GraphState
 from ..engine.insertion import Refused, derive, items
-from ..engine.reading import Reading, is_zeros
+from ..engine.reading import CodeReader, is_zeros
 from ..engine.report import Report
 from ..engine.rewrite import emit, reported
 
@@ -72,7 +72,7 @@ def _before(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _replace(loss: fx.Node, state: GraphState) -> fx.Node:
-    reading = Reading(state)
+    reading = CodeReader(state)
     logits, weight, top_k = _LossReader(reading).layers(loss)
     op = emit(loss, torch.ops.liger.router_losses.default, (logits, top_k, weight))
     (new,) = items(op, 1)
@@ -89,7 +89,7 @@ Read = tuple[Any, fx.Node]
 class _LossReader:
     """Reads the code of a loss: E * sum(counts / tokens * (probabilities / tokens))."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: CodeReader) -> None:
         self.reading = reading
 
     def layers(self, loss: fx.Node) -> tuple[list[fx.Node], fx.Node | None, int]:
