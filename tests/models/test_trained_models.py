@@ -67,6 +67,8 @@ def test_every_rewrite_is_chosen() -> None:
     # have modulated norms. test_architectures has a norm with a gate, in Falcon-H1.
     elsewhere = {"attention", "masked_attention", "eager_attention", "linear_log_prob", "log_prob"}
     elsewhere |= {"modulated_rms_norm", "modulated_layer_norm", "gated_rms_norm"}
+    # By default a model does not return the logits of its routers, and has no loss of them.
+    elsewhere |= {"router_losses"}
     # Hyper-connections, without a whole model, are in tests/rewrites/layers/test_rewrite_mhc.py.
     elsewhere |= {"mhc_coeffs", "mhc_pre", "mhc_post_res"}
     assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES) - elsewhere

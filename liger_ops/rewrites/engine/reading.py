@@ -68,13 +68,15 @@ class CodeReader:
         self.nodes.update(passed, (node,))
         return node
 
-    def take(self, node: Any, by: fx.Node) -> Any:
-        """Return an input of the op that `by` reads, behind identities; no write is between."""
-        source, passed = self._source(node, by)
-        if source is not node and written(source):
-            raise Refused(f"{node}, which the op would read, is written in place")
-        self.nodes.update(passed)
-        return source
+    def take(self, x: Any) -> Any:
+        """Return the input of the op that x is, behind identities.
+
+        The op reads it where the result stands. `check` asks that it is not written in between.
+        """
+        while isinstance(x, fx.Node) and (call := calls(x, IDENTITY)):
+            self.nodes.add(x)
+            (x,) = call.args
+        return x
 
     def replace(self, root: fx.Node, new: fx.Node, inputs: Collection[Any]) -> None:
         """Replace `root` by `new`, which reads `inputs`, and erase what was read.

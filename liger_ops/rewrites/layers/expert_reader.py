@@ -45,7 +45,7 @@ class Product(NamedTuple):
     bias: fx.Node | None
 
 
-class Experts(NamedTuple):
+class ExpertInputs(NamedTuple):
     """The inputs of a layer's experts, and the options of the op's activation."""
 
     x: fx.Node
@@ -107,7 +107,7 @@ class ExpertReader(CodeReader):
         self.is_clamped = False
         self.top_k: Any = None
 
-    def experts(self, total: fx.Node) -> Experts:
+    def experts(self, total: fx.Node) -> ExpertInputs:
         node, args = self.needed(total, total, "sum")
         if args[1:] != ((-2,), False, None):
             raise Refused("its sum is not one of the rows of each token")
@@ -141,7 +141,7 @@ class ExpertReader(CodeReader):
         # torch.histc without bounds, which are both 0 for one expert, counts a sentinel as well.
         if (not self.is_grouped or same(E, 1)) and not self.is_of_topk(E, total):
             raise Refused("the numbers of its experts are not those of topk: one may be a sentinel")
-        return Experts(x, up, down, self.ids, scores, options)
+        return ExpertInputs(x, up, down, self.ids, scores, options)
 
     def factors(self, factors: tuple[Any, ...]) -> tuple[Any, Any]:
         """Return the results of the rows, and the column of their scores."""
@@ -165,7 +165,7 @@ class ExpertReader(CodeReader):
             node, (scores, sentinels, filled) = masked
             self.check_sentinels(sentinels, node, filled)
         node, (scores, _) = self.needed(scores, node, "view")
-        taken: fx.Node = self.take(scores, node)
+        taken: fx.Node = self.take(scores)
         return taken
 
     def product(self, x: Any, by: fx.Node, is_last: bool = False) -> Product:
@@ -184,7 +184,7 @@ class ExpertReader(CodeReader):
             if _is_rows(x):
                 x, rows = rows, x
             node, (bias, ids) = self.needed(rows, by, "rows")
-            bias = self.take(bias, node)
+            bias = self.take(bias)
             self.check_numbers(ids, node)
         if is_last and self.is_grouped and self.is_clamped and not is_masked:
             raise Refused("the rows of sentinels are not masked")
@@ -201,7 +201,7 @@ class ExpertReader(CodeReader):
             if dims != (-2, -1):
                 raise Refused("its weights are transposed in another way")
             is_transposed = False
-        weight = self.take(weight, reader)
+        weight = self.take(weight)
         if not is_tensor(weight, dim=3):
             raise Refused("its weights are not a matrix for each expert")
         self.check_offsets(offsets, node, value(weight).shape[0])
@@ -216,7 +216,7 @@ class ExpertReader(CodeReader):
         if dim != squeezed or dim != (-2 if is_transposed else -1):
             raise Refused("its products are not of a row by a matrix")
         gathered, (weight, ids) = self.needed(weight, node, "rows")
-        weight = self.take(weight, gathered)
+        weight = self.take(weight)
         if not is_tensor(weight, dim=3):
             raise Refused("its weights are not a matrix for each expert")
         self.check_numbers(ids, gathered)
@@ -264,7 +264,7 @@ class ExpertReader(CodeReader):
             node, (x, count, dim) = self.needed(x, node, "repeat_interleave")
             if dim != -2 or not same(count, self.top_k):
                 raise Refused("its rows are not those of each token, one for each expert")
-            taken: fx.Node = self.take(x, node)
+            taken: fx.Node = self.take(x)
             return taken
         if cast := self.call(x, node, "cast"):
             node, (x, _) = cast
@@ -273,7 +273,7 @@ class ExpertReader(CodeReader):
             _, (sentinels, _) = self.needed(sentinels, node, "unsqueeze")
             self.check_sentinels(sentinels, node, filled)
         node, (x, tokens) = self.needed(x, node, "rows")
-        taken = self.take(x, node)
+        taken = self.take(x)
         node, (order, count) = self.needed(tokens, node, "floordiv")
         if not same(count, self.top_k):
             raise Refused("its rows are not those of each token, one for each expert")
@@ -344,7 +344,7 @@ class ExpertReader(CodeReader):
 
     def flat_numbers(self, x: Any, by: fx.Node) -> None:
         node, (ids, _) = self.needed(x, by, "view")
-        ids = self.take(ids, node)
+        ids = self.take(ids)
         if not is_tensor(x, dim=1) or self.ids not in (None, ids):
             raise Refused("its rows have different experts in each product")
         self.ids = ids

@@ -178,10 +178,10 @@ class _LossReader:
             node, (zeros, _, ids, repeated) = self.needed(x, by, "scatter_add")
             if not is_zeros(self.reading.read(zeros, node)) or not is_tensor(node, dim=1):
                 raise Refused("its counts are not added to zeros")
-            reader, (weight, top_k, dim) = self.needed(repeated, node, "repeat_interleave")
+            _, (weight, top_k, dim) = self.needed(repeated, node, "repeat_interleave")
             if dim not in (None, -1) or not is_tensor(weight, dim=1):
                 raise Refused("its weights are not repeated for each expert of a token")
-            weight = self.weight(weight, reader)
+            weight = self.weight(weight)
         ids, node = self.reading.views(ids, node, "view")
         node, (chosen, i) = self.needed(ids, node, "item")
         node, (scores, count, dim, largest) = self.needed(chosen, node, "topk")
@@ -191,7 +191,7 @@ class _LossReader:
             raise Refused("its weights are not repeated for each expert of a token")
         if not calls(self.reading.source(scores, node), "softmax"):
             # The largest logits are of the same experts.
-            return Layer(self.reading.take(scores, node), weight, count)
+            return Layer(self.reading.take(scores), weight, count)
         return Layer(self.logits(scores, node), weight, count)
 
     def summed(self, x: Any, by: fx.Node) -> Layer:
@@ -205,10 +205,10 @@ class _LossReader:
         if found := self.reading.call(x, node, "mul"):
             node, factors = found
             column = next((f for f in factors if calls(f, "unsqueeze")), None)
-            reader, (column, dim) = self.needed(column, node, "unsqueeze")
+            _, (column, dim) = self.needed(column, node, "unsqueeze")
             if dim != -1 or not is_tensor(column, dim=1):
                 raise Refused("its probabilities are not weighted by token")
-            weight = self.weight(column, reader)
+            weight = self.weight(column)
             (x,) = (f for f in factors if not calls(f, "unsqueeze"))
         if cast := self.reading.call(x, node, "cast"):
             node, (x, dtype) = cast
@@ -219,14 +219,14 @@ class _LossReader:
     def logits(self, x: Any, by: fx.Node) -> fx.Node:
         """Return the logits of a layer's probabilities."""
         node, (x, dim) = self.needed(x, by, "softmax")
-        logits: fx.Node = self.reading.take(x, node)
+        logits: fx.Node = self.reading.take(x)
         dtypes = (value(logits).dtype, torch.float32)
         if dim != -1 or not is_tensor(node, dim=2) or value(node).dtype not in dtypes:
             raise Refused("its probabilities are not those of a matrix of logits")
         return logits
 
-    def weight(self, x: Any, by: fx.Node) -> fx.Node:
-        weight: fx.Node = self.reading.take(x, by)
+    def weight(self, x: Any) -> fx.Node:
+        weight: fx.Node = self.reading.take(x)
         if value(weight).dtype is not torch.float32:
             raise Refused(f"the weights of its tokens are in {value(weight).dtype}")
         return weight
@@ -246,7 +246,7 @@ class _LossReader:
             found = self.reading.call(term, reader, "sum") if weight is not None else None
             if found is None or found[1][1:] != (None, False, None):
                 raise Refused("it does not divide by the number of its tokens")
-            if self.reading.take(found[1][0], found[0]) is not weight:
+            if self.reading.take(found[1][0]) is not weight:
                 raise Refused("it does not divide by the sum of the weights of its tokens")
         if len(terms) != len(layers):
             raise Refused("it does not divide by the number of tokens in all of its layers")

@@ -53,10 +53,12 @@ class Layer(nn.Module):
 
 
 class WideScores(Layer):
-    """Layer with scores in float32, as in DeepSeek-V3."""
+    """Layer with scores in float32, as in DeepSeek-V3, that are divided in place."""
 
     def scores(self, logits: Tensor) -> Tensor:
-        return logits.float().sigmoid()
+        scores = logits.float().sigmoid()
+        scores /= scores.sum(-1, keepdim=True)
+        return scores
 
 
 def experts(
