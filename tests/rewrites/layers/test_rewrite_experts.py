@@ -56,7 +56,7 @@ class WideScores(Layer):
     """Layer with scores in float32, as in DeepSeek-V3, that are divided in place."""
 
     def scores(self, logits: Tensor) -> Tensor:
-        scores = logits.float().sigmoid()
+        scores = logits.float().sigmoid() * 2.5
         scores /= scores.sum(-1, keepdim=True)
         return scores
 
@@ -240,6 +240,19 @@ def grouped(
     return total(weighted.view(x.shape[0], K, -1))
 
 
+def gate_written(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    gate = F.silu(gate)
+    gate.mul_(2)
+    return gate * up
+
+
+def activation_written(h: Tensor) -> Tensor:
+    act = gated(h)
+    act.mul_(2)
+    return act
+
+
 def used(x: Tensor, *args: Tensor) -> Any:
     kept: list[Tensor] = []
     y = grouped(x, *args, after=kept.append)
@@ -282,6 +295,8 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "maximum": (partial(grouped, total=lambda rows: (rows * 2).sum(1)), "is not the view"),
     "mean": (partial(grouped, total=lambda rows: rows.sum(1, keepdim=True)), "its sum is not"),
+    "gate": (partial(grouped, act=gate_written), "written in place between"),
+    "act": (partial(grouped, act=activation_written), "no activation of the op"),
     "used": (used, "is used elsewhere"),
     "written": (written, "written in place"),
 }  # fmt: skip
