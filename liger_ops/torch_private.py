@@ -102,6 +102,8 @@ PARTS = {
     ),
     # PyTorch's own functions, which DeepSpeed and context_parallel replace by theirs.
     "native_linear": Part("torch._C._nn:linear", "`fuse` within DeepSpeed's zero.Init", F.linear),
+    # Dynamo writes the call of F.grouped_mm as one of this function.
+    "native_grouped_mm": Part("torch:_grouped_mm", "the rewrite of grouped experts", F.grouped_mm),
     "native_attention": Part(
         "torch._C._nn:scaled_dot_product_attention",
         "attention of fused models within context_parallel",

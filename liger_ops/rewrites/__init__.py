@@ -18,6 +18,7 @@ from .engine.rewrite import replace_all
 from .layers import (
     activations,
     dense_experts,
+    experts,
     gated_rms_norm,
     hyper_connections,
     layer_norm,
@@ -25,7 +26,7 @@ from .layers import (
     rms_norm,
 )
 from .layers.rope import rms_norm_rope, rope
-from .losses import loss_ops
+from .losses import loss_ops, router_losses
 
 Rewrite = Callable[[fx.Graph, Report], None]
 
@@ -38,6 +39,11 @@ INLINED = {
 
 def _patterns(name: str, spellings: Any, **options: Any) -> Rewrite:
     return functools.partial(replace_all, name=name, spellings=spellings, **options)
+
+
+def _experts(graph: fx.Graph, report: Report) -> None:
+    dense_experts.rewrite(graph, report)
+    experts.rewrite(graph, report)
 
 
 # Name -> rewrite, in the order in which they run. Comments say why the order matters.
@@ -67,7 +73,7 @@ REWRITES: dict[str, Rewrite] = {
     "fused_add_rms_norm": rms_norm.add_residuals,
     "group_norm": _patterns("group_norm", layer_norm.GROUP_NORM),
     # Before the activations, which would match those of the experts.
-    "moe_experts": dense_experts.rewrite,
+    "moe_experts": _experts,
     "clamped_swiglu": _patterns("clamped_swiglu", activations.CLAMPED_SWIGLU),
     "swiglu": _patterns("swiglu", activations.SWIGLU),
     "geglu": _patterns("geglu", activations.GEGLU),
@@ -80,6 +86,7 @@ REWRITES: dict[str, Rewrite] = {
     "linear_cross_entropy": functools.partial(loss_ops.rewrite, "linear_cross_entropy"),
     "log_prob": functools.partial(loss_ops.rewrite, "log_prob"),
     "cross_entropy": functools.partial(loss_ops.rewrite, "cross_entropy"),
+    "router_losses": router_losses.rewrite,
 }
 
 

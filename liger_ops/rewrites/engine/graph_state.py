@@ -55,8 +55,8 @@ class GraphState:
     def _read(self, graph: fx.Graph) -> None:
         self.order.clear()
         self._modes: dict[fx.Node, tuple[Any, ...]] = {}
-        # Pairs of a node's position and the keys of the memory that it writes to.
-        self._writes: list[tuple[int, set[int]]] = []
+        # Nodes that write, with their positions and the keys of the memory that they write to.
+        self._writes: list[tuple[int, fx.Node, set[int]]] = []
         self._sharing: dict[int, list[fx.Node]] = defaultdict(list)
         module = graph.owning_module
         # A subgraph does not show the gradient mode of its caller.
@@ -68,7 +68,7 @@ class GraphState:
             self.order[node] = position
             self._modes[node] = (grad, *settings.items(), *entered)
             if keys := written(node):
-                self._writes.append((position, keys))
+                self._writes.append((position, node, keys))
             for key in self._memory_of(node):
                 self._sharing[key].append(node)
             if node.op != "call_function":
@@ -117,23 +117,32 @@ class GraphState:
         assert self.order[node] >= 0
         return self._modes[node]
 
-    def written(self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> bool:
+    def written(
+        self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node,
+        apart_from: Collection[fx.Node] = (),
+    ) -> bool:  # fmt: skip
         """Return whether one of `tensors`, or a view of it, is written between two nodes.
 
-        A write by `first` or by `last` counts.
+        A write by `first` or by `last` counts, one by a node of `apart_from` does not.
         """
-        return self._written(memory(tensors), self.order[first], self.order[last])
+        return any(node not in apart_from for node in self.writers(tensors, first, last))
 
     def ever_written(self, tensors: Iterable[fx.Node]) -> bool:
         """Return whether one of `tensors`, or a view of it, is written anywhere in the graph."""
-        return self._written(memory(tensors), 0, len(self.order))
+        return any(self._writers(memory(tensors), 0, len(self.order)))
 
-    def _written(self, keys: set[int], first: int, last: int) -> bool:
-        return any(
-            first <= position <= last
-            and (keys & targets or ANYWHERE in keys or ANYWHERE in targets)
-            for position, targets in self._writes
-        )
+    def writers(
+        self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node
+    ) -> Iterator[fx.Node]:
+        """Yield the nodes from `first` to `last` that write to `tensors` or to a view of these."""
+        return self._writers(memory(tensors), self.order[first], self.order[last])
+
+    def _writers(self, keys: set[int], first: int, last: int) -> Iterator[fx.Node]:
+        for position, node, targets in self._writes:
+            if first <= position <= last and (
+                keys & targets or ANYWHERE in keys or ANYWHERE in targets
+            ):
+                yield node
 
     @contextlib.contextmanager
     def modes_of(self, node: fx.Node) -> Iterator[None]:

@@ -210,12 +210,13 @@ class Search:
 
 def obstacle(
     roots: Collection[fx.Node], nodes: Collection[fx.Node], values: Iterable[Any],
-    state: GraphState, shared: Collection[Any] = (),
+    state: GraphState, shared: Collection[Any] = (), writers: Collection[fx.Node] = (),
 ) -> str | None:  # fmt: skip
     """Return why `nodes`, which compute `roots` from `values`, cannot be replaced, or None.
 
     An intermediate value is used elsewhere, unless its target is in `shared`; or the nodes run in
-    several modes; or an input is no plain tensor; or a tensor is written in place between them.
+    several modes; or an input is no plain tensor; or a tensor is written in place between them, by
+    a node that is not in `writers`.
     """
     computed = set()
     for node in nodes:
@@ -236,7 +237,7 @@ def obstacle(
         return reason
     # The op reads its inputs where the last node stands, and the code reads them from the first on.
     first, *_, last = sorted((*nodes, *roots), key=state.order.__getitem__)
-    if state.written([*nodes, *inputs], first, last):
+    if state.written([*nodes, *inputs], first, last, apart_from=writers):
         return "a tensor is written in place between its operations"
     return None
 

@@ -165,7 +165,7 @@ ARCHITECTURES = [
     text("Qwen2", places()),
     text("Qwen3", places(**HEAD_NORMS), **HEAD),
     text(
-        "Qwen3Moe", places(**HEAD_NORMS), **HEAD, **EXPERTS, num_experts=4,
+        "Qwen3Moe", places(swiglu=0, moe_experts=2, **HEAD_NORMS), **HEAD, **EXPERTS, num_experts=4,
         moe_intermediate_size=32,
     ),
     text("Gemma", places(swiglu=0, geglu=2), **HEAD),
@@ -199,11 +199,11 @@ ARCHITECTURES = [
         without=("num_key_value_heads",),
     ),
     text(
-        "GptOss", places(swiglu=0, clamped_swiglu=2, **OWN_ATTENTION, attention=2),
+        "GptOss", places(swiglu=0, moe_experts=2, **OWN_ATTENTION, attention=2),
         missed={"attention": Missed(0, "scaled_dot_product_attention takes no sinks")}, **HEAD,
         **ALTERNATING, **EXPERTS, num_local_experts=4,
     ),
-    text("Mixtral", places(), **HEAD, **EXPERTS, num_local_experts=4),
+    text("Mixtral", places(swiglu=0, moe_experts=2), **HEAD, **EXPERTS, num_local_experts=4),
     text("Cohere", places(**LAYER_NORMS, layer_norm=3)),
     text("Starcoder2", places(**LAYER_NORMS, layer_norm=5, swiglu=0)),
     text(
@@ -226,7 +226,7 @@ ARCHITECTURES = [
     text("Helium", places(), **HEAD),
     text("Nemotron", places(**LAYER_NORMS, layer_norm=5, swiglu=0, relu_squared=2), **HEAD),
     text(
-        "DeepseekV3", places(rms_norm=5, swiglu=3, grouped_attention=0), **EXPERTS,
+        "DeepseekV3", places(rms_norm=5, swiglu=2, moe_experts=1, grouped_attention=0), **EXPERTS,
         without=("num_key_value_heads",), num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=32,
         qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
         n_shared_experts=1, moe_intermediate_size=32, n_group=1, topk_group=1,

@@ -31,10 +31,12 @@ from .call import (
     same_number,
     unchanged,
     value,
+    written_value,
 )
 
 __all__ = [
     "COMMUTATIVE", "IDENTITY", "Call", "Known", "OpOverload", "OpOverloadPacket", "arguments",
     "arithmetic", "calls", "canonical", "dimension", "dtypes", "functional", "is_tensor", "losses",
     "never_changed", "operation", "same", "same_number", "unchanged", "value", "views",
+    "written_value",
 ]  # fmt: skip

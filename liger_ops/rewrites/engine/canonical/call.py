@@ -116,6 +116,18 @@ def _canonical(node: fx.Node) -> Call | None:
         return None
 
 
+def written_value(node: fx.Node) -> Call | None:
+    """Return the canonical call whose result a method in place, such as `add_`, writes."""
+    name = str(node.target)
+    spelling = METHODS.get(name.removesuffix("_"))
+    if node.op != "call_method" or not name.endswith("_") or spelling is None:
+        return None
+    try:
+        return spelling(*node.args, **node.kwargs)
+    except TypeError:
+        return None
+
+
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of a node, without the name of a property that it reads."""
     return node.args[:1] if node.target is getattr else node.args

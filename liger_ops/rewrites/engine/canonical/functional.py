@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ....torch_private import native_linear
+from ....torch_private import native_grouped_mm, native_linear
 from .call import IDENTITY, Call, calls, declared, dimension, is_tensor, spelled
 
 declared("silu", "input inplace!=False", F.silu)
@@ -27,6 +27,9 @@ declared(
 )  # fmt: skip
 declared("linear", "input weight bias=None", F.linear, native_linear)
 declared("matmul", "input mat2", torch.bmm, "bmm")
+declared(
+    "grouped_mm", "input mat2 offs=None bias!=None out_dtype!=None", native_grouped_mm, F.grouped_mm
+)
 declared("baddbmm", "input batch1 batch2 beta=1 alpha=1", torch.baddbmm, "baddbmm")
 declared("masked_fill", "input mask value", torch.masked_fill, "masked_fill")
 declared("where", "condition input other", torch.where)
@@ -80,4 +83,9 @@ spelled(torch.take_along_dim, "take_along_dim")(
 )
 declared("full_like", "input fill_value", torch.full_like)
 declared("scatter", "input dim index src", torch.scatter, "scatter", "scatter_")
+declared("scatter_add", "input dim index src", torch.scatter_add, "scatter_add", "scatter_add_")
+declared("sort", "input dim=-1 descending=False stable?=False", torch.sort, "sort")
+declared("topk", "input k dim=-1 largest=True sorted?=True", torch.topk, "topk")
+declared("histc", "input bins=100 min=0 max=0", torch.histc, "histc")
+declared("cumsum", "input dim dtype=None", torch.cumsum, "cumsum")
 declared("sum", "input dim+=None keepdim=False dtype=None", torch.sum, "sum")
