@@ -184,9 +184,12 @@ def varlen_attention_backward(call: Any) -> Any:
     p, lse = attention.softmax()
     dy = attention.grouped(call.dy)
     # As a sum over keys: a query without keys has neither.
-    dp = torch.einsum("ihge,jhe->hgij", dy, attention.value)
+    # Where p is 0, p * inf would be NaN.
+    visible = attention.visible
+    dp = torch.where(visible, torch.einsum("ihge,jhe->hgij", dy, attention.value), 0.0)
     delta = (p * dp).sum(-1)
     ds = p * (dp - delta.unsqueeze(-1)) * attention.slope * attention.scale
+    ds = torch.where(visible, ds, 0.0)
     gradients: list[Tensor | None] = [
         torch.einsum("hgij,jhd->ihgd", ds, attention.key),
         torch.einsum("hgij,ihgd->jhd", ds, attention.query),
@@ -208,25 +211,32 @@ class _Attention:
     """The tensors of the definition, and its scores.
 
     query is (T, key's heads, sharing heads, D), where the sharing heads are the heads of query that
-    share a head of key. Scores are (key's heads, sharing heads, T, T).
+    share a head of key. Scores are (key's heads, sharing heads, T, T), and visible, which says
+    whether query i sees key j, is (T, T). A token of no document, or one that is no key, is 0: so
+    nothing depends on it, whatever it holds.
     """
 
     def __init__(self, call: Any) -> None:
         self.call, self.heads = call, call.key.shape[1]
         self.dtype = widened(call.query).dtype
         self.scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self.inside, is_key, self.visible = self._seen()
         self.query = self.grouped(call.query)
-        self.key, self.value = (x.to(self.dtype) for x in (call.key, call.value))
+        self.key, self.value = (
+            torch.where(is_key[:, None, None], x.to(self.dtype), 0.0)
+            for x in (call.key, call.value)
+        )
         self.sinks = None
         if call.sinks is not None:
             self.sinks = call.sinks.to(self.dtype).view(self.heads, -1, 1)
 
     def grouped(self, x: Tensor) -> Tensor:
         """Widen x, a tensor of query's heads, and group the heads that share one of key."""
-        return x.to(self.dtype).unflatten(1, (self.heads, -1))
+        x = torch.where(self.inside[:, None, None], x.to(self.dtype), 0.0)
+        return x.unflatten(1, (self.heads, -1))
 
-    def visible(self) -> Tensor:
-        """Return whether query i sees key j, (T, T)."""
+    def _seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which tokens are of a document, which are keys, and visible."""
         call = self.call
         tokens = torch.arange(call.query.shape[0], device=call.query.device)
         count = call.cu_seqlens.shape[0] - 1
@@ -234,7 +244,7 @@ class _Attention:
         document = torch.searchsorted(call.cu_seqlens, tokens, right=True) - 1
         inside = (document >= 0) & (document < count)
         if count == 0:
-            return inside[:, None] & inside
+            return inside, inside, inside[:, None] & inside
         index = document.clamp(0, count - 1)
         ends = call.cu_seqlens[1:] if call.lengths is None else call.cu_seqlens[:-1] + call.lengths
         is_key = inside & (tokens < ends[index])
@@ -244,11 +254,11 @@ class _Attention:
             visible = visible & (distance >= -call.window_left)
         if call.window_right >= 0:
             visible = visible & (distance <= call.window_right)
-        return visible
+        return inside, is_key, visible
 
     def softmax(self) -> tuple[Tensor, Tensor]:
         """Return the softmax of every query's scores, and its lse, (heads, sharing heads, T)."""
-        visible = self.visible()
+        visible = self.visible
         scores = torch.einsum("ihgd,jhd->hgij", self.query, self.key) * self.scale
         self.slope: Tensor | float = 1.0
         if self.call.softcap is not None:

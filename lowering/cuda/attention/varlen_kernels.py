@@ -253,9 +253,9 @@ def _varlen_delta_kernel(
 
 
 @triton.jit
-def _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS: tl.constexpr):
-    # Return which tokens engines leave out: those of no document and, with lengths, queries of
-    # documents without keys, or tokens that are not keys.
+def _without_result(token, cu_ptr, lengths_ptr, N, T, window_left, OF_KEYS: tl.constexpr):
+    # Return which tokens engines leave out: those of no document and, with lengths, queries that
+    # see no key, or tokens that are not keys.
     outside = (token < tl.load(cu_ptr)) | (token >= tl.load(cu_ptr + N))
     if lengths_ptr is not None:
         low = tl.zeros_like(token)
@@ -269,16 +269,20 @@ def _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS: tl.constexpr):
             size = size // 2
         listed = (low >= 1) & (low <= N)
         keys = tl.load(lengths_ptr + (low - 1), mask=listed, other=0).to(tl.int32)
-        position = 0
-        if OF_KEYS:
-            position = token - _first_token(low, cu_ptr, N, T)
+        # The token's own place in its document, or that of the first key that it sees.
+        position = token - _first_token(low, cu_ptr, N, T)
+        if not OF_KEYS:
+            if window_left is None:
+                position = 0
+            else:
+                position = tl.maximum(position - window_left, 0)
         outside = outside | (position >= keys)
     return outside
 
 
-@triton.jit(do_not_specialize=["N", "T", "longest"])
+@triton.jit(do_not_specialize=["N", "T", "longest", "window_left"])
 def _varlen_complete_kernel(
-    y_ptr, lse_ptr, sinks_ptr, cu_ptr, lengths_ptr, N, T, E, longest, y_t, y_h,
+    y_ptr, lse_ptr, sinks_ptr, cu_ptr, lengths_ptr, N, T, E, longest, y_t, y_h, window_left,
     OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -290,8 +294,9 @@ def _varlen_complete_kernel(
         begin = tl.load(cu_ptr + n, mask=n < N, other=0).to(tl.int32)
         end = tl.load(cu_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
         most = tl.maximum(most, end - begin)
-    is_too_long = tl.max(most, 0) > longest
-    outside = _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS)
+    # For each token, as the interpreter has no scalar masks.
+    is_too_long = tl.zeros_like(token) + tl.max(most, 0) > longest
+    outside = _without_result(token, cu_ptr, lengths_ptr, N, T, window_left, OF_KEYS)
     inside = token < T
     if sinks_ptr is None:
         # Only these rows are written.
@@ -300,8 +305,6 @@ def _varlen_complete_kernel(
     at = y_ptr + head * y_h + (token.to(tl.int64)[:, None] * y_t + cols[None, :])
     mask = inside[:, None] & (cols < E)[None, :]
     y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    y = tl.where(outside[:, None], 0.0, y)
-    y = tl.where(is_too_long, float("nan"), y)
     if lse_ptr is not None:
         at_lse = lse_ptr + head * T + token
         lse = tl.load(at_lse, mask=inside, other=0.0)
@@ -314,6 +317,9 @@ def _varlen_complete_kernel(
             y = y * tl.exp2((lse - with_sink) * LOG2E)[:, None]
             lse = with_sink
         tl.store(at_lse, lse, mask=inside)
+    # Behind the sinks, of which minus infinity would make NaN of a row without keys.
+    y = tl.where(outside[:, None], 0.0, y)
+    y = tl.where(is_too_long[:, None], float("nan"), y)
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -588,6 +594,7 @@ def complete(call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool =
         y, lse, None if lse is None else call.sinks, call.cu_seqlens.contiguous(),
         None if call.lengths is None else call.lengths.contiguous(),
         call.cu_seqlens.shape[0] - 1, T, E, call.max_seqlen, *y.stride()[:2],
+        None if call.window_left < 0 else call.window_left,
         OF_KEYS=of_keys, BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), BLOCK_DOCUMENTS=128,
         num_warps=4,
     )  # fmt: skip

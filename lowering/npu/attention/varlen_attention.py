@@ -9,8 +9,8 @@ DTensor. By these:
   host, at most 1024. So a call reads cu_seqlens, and waits for the device. More documents are more
   calls. Tokens of no document are left out.
 * sparse_mode=2 is causal attention, sparse_mode=4 is a window of pre_tockens keys before the
-  query's own and next_tockens after it. Both take the mask of a causal document of 2048 tokens, True
-  where a key is hidden. Without a mask every query sees all keys of its document.
+  query's own and next_tockens after it. Both take the mask of a causal document of 2048 tokens,
+  True where a key is hidden. Without a mask every query sees all keys of its document.
 * softmax_max and softmax_sum, the statistics of the softmax, are float32, (T, H, 8), with 8 equal
   numbers for each query. softmax_layout="TND", since torch_npu 7.2 and CANN 8.3, has them in this
   order; by default each document has an order of its own.
