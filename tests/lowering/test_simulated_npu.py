@@ -49,7 +49,7 @@ def assert_same(op: OpUnderTest, output: Tensor, expected: Tensor) -> None:
 
 
 def launches(op: OpUnderTest, backward: bool = False) -> bool:
-    """Whether a kernel of this package runs on an NPU for the sample."""
+    """Return whether a kernel of this package runs on an NPU for the sample."""
     return not op.npu_runs_definition and (backward or not op.is_pytorchs_forward)
 
 

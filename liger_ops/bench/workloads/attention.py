@@ -52,15 +52,15 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, documents: Ten
     def is_visible(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (ids[query] == ids[key]) & (query >= key)
 
-    tensors = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     if query.is_cuda:
         mask = create_block_mask(is_visible, None, None, T, T, device=query.device)
-        y = _compiled_flex_attention()(*tensors, block_mask=mask, enable_gqa=True)
+        y = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
     else:
         positions = torch.arange(T, device=query.device)
         dense = is_visible(0, 0, positions[:, None], positions)
-        y = F.scaled_dot_product_attention(*tensors, attn_mask=dense, enable_gqa=True)
-    return y.squeeze(0).transpose(0, 1)  # type: ignore[no-any-return]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+    return y.squeeze(0).transpose(0, 1)
 
 
 def ours_of_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:

@@ -86,9 +86,9 @@ def varlen_attention(
         key: (T, H', D), of query's dtype. H' divides H: each head of key serves H / H' neighbouring
             heads of query.
         value: (T, H', E), of query's dtype. E is at most 256.
-        cu_seqlens: (N + 1,), int32 or int64, not descending, from 0 to T at most: the first token
-            of each document, and the end of the last. A document may be empty. Its data is not
-            checked.
+        cu_seqlens: (M,), int32 or int64, not descending, from 0 to T at most: the first token of
+            each of N = M - 1 documents, and the end of the last. A document may be empty. Its data
+            is not checked.
         max_seqlen: at least the length of the longest document; not checked.
         lengths: (N,), int32 or int64: the number of tokens of each document that are keys, from 0
             to its length. None for all.
@@ -153,7 +153,7 @@ def varlen_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
         >>> liger_ops.varlen_attention_forward(x, x, x, documents, 3)[1]
         tensor([[0.0000, 0.6931, 1.0986]])
     """
-    attention = _Attention(call)
+    attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     y = torch.einsum("hgij,jhe->ihge", p, attention.value)
     return y.flatten(1, 2).to(call.query.dtype).contiguous(), lse.flatten(0, 1)
@@ -180,7 +180,7 @@ def varlen_attention_backward(call: Any) -> Any:
     Kernels use the forward's y and lse. The definition computes them again, so that it can be
     differentiated.
     """
-    attention = _Attention(call)
+    attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     dy = attention.grouped(call.dy)
     # As a sum over keys: a query without keys has neither.
@@ -207,7 +207,7 @@ def varlen_attention_backward(call: Any) -> Any:
     )
 
 
-class _Attention:
+class _DocumentAttention:
     """The tensors of the definition, and its scores.
 
     query is (T, key's heads, sharing heads, D), where the sharing heads are the heads of query that

@@ -75,7 +75,8 @@ class _Uid(IntEnum):
 
 
 class _Shape(NamedTuple):
-    """What a plan depends on: sizes, rounded up; strides of a token and of a head; and options."""
+    """The facts that a plan depends on: sizes, rounded up; strides of a token and of a head; and
+    options."""
 
     dtype: torch.dtype
     device: int | None

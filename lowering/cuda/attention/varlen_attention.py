@@ -13,6 +13,7 @@ from torch import Tensor
 from .... import library
 from ....ops.attention.varlen_attention import ENGINES
 from . import cudnn_engine, flash_engine, varlen_kernels
+from .varlen_completion import complete
 
 VARIABLE = "LIGER_OPS_ATTENTION"
 # Forward and backward on an H200, causal, bfloat16, TFLOP/s of visible pairs by cuDNN, by
@@ -113,7 +114,7 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     if results is None:
         varlen_kernels.forward(call, y, lse)
         return y, lse
-    varlen_kernels.complete(call, *results)
+    complete(call, *results)
     return results
 
 
@@ -132,6 +133,6 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     if dsinks is not None:
         varlen_kernels.delta_of(call, dsinks)
     for result, of_keys in zip(results, (False, True, True), strict=True):
-        varlen_kernels.complete(call, result, of_keys=of_keys)
+        complete(call, result, of_keys=of_keys)
     wanted = zip(results, gradients, strict=True)
     return (*(None if gradient is None else result for result, gradient in wanted), dsinks)

@@ -130,7 +130,7 @@ def test_padding_is_that_of_transformers_masks(side: str, window: int | None) ->
 
 
 def test_packed_documents_with_sinks_are_gpt_oss() -> None:
-    """Of transformers' position ids, and GPT-OSS's own attention."""
+    """Take the documents of transformers' position ids, and GPT-OSS's own attention."""
     leaves = drawn(10, heads=4)
     sinks = torch.randn(4, dtype=torch.float64, device=DEVICE, requires_grad=True)
     ours = liger_ops.varlen_attention(*leaves, ints(0, 3, 5, 10), 5, sinks=sinks)

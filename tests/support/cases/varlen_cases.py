@@ -140,7 +140,11 @@ def heads(pick: Pick, fields: Fields) -> Fields:
     }  # fmt: skip
 
 
-COMPILED = {"count": 4, "documents": "whole", "key_heads": 2, "has_lengths": False}
+# Causal attention of whole documents.
+COMPILED = {
+    "count": 4, "documents": "whole", "key_heads": 2, "has_lengths": False, "sinks_dtype": None,
+    "window_left": -1, "window_right": 0, "softcap": None,
+}  # fmt: skip
 OPS = (
     OpUnderTest(
         name="varlen_attention_forward",
@@ -183,10 +187,8 @@ OPS = (
         # An NPU has torch_npu's operator.
         forms=Forms(shapes=()),
         npu_runs_definition=True,
-        compiled=(
-            {"shape": (512, 4, 128), "width": 128, **COMPILED, "softcap": None},
-            {"shape": (512, 4, 256), "width": 256, **COMPILED, "has_lengths": True},
-        ),
+        # Without options, and in one dtype, because these take the compilers half a minute.
+        compiled=({"shape": (64, 4, 64), "width": 64, "dtype": BF16, **COMPILED},),
         shaping=("query", "cu_seqlens"),
         rowwise=(),
         multiplies=True,
