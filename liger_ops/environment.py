@@ -13,7 +13,9 @@ from . import __version__, library
 from .compile_cache import package_hash
 from .device import PREFERENCE, infer_device
 
-PACKAGES = ("torch", "triton", "torch_npu", "triton-ascend", "transformers")
+PACKAGES = (
+    "torch", "triton", "torch_npu", "triton-ascend", "nvidia-cudnn-frontend", "transformers",
+)  # fmt: skip
 
 
 def describe() -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Neighborhood attention, multi-token attention and attention residuals, as modules."""
+"""Attention of documents, neighborhood attention, multi-token attention and attention residuals, as
+modules.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 from ..ops.attention.attn_res import attn_res
 from ..ops.attention.multi_token_attention import multi_token_attention
 from ..ops.attention.neighborhood_attention import neighborhood_attention
+from ..ops.attention.varlen_attention import varlen_attention
 from ..ops.attention.windows import per_dimension
 from .derived import OptionsModule, check_size, documented, named
 
-__all__ = ["AttnRes", "MultiTokenAttention", "NeighborhoodAttention"]
+__all__ = ["AttnRes", "MultiTokenAttention", "NeighborhoodAttention", "VarlenAttention"]
 
 
 @documented(neighborhood_attention)
@@ -54,6 +57,45 @@ class NeighborhoodAttention(OptionsModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return neighborhood_attention(query, key, value, *self.options)
+
+
+@documented(varlen_attention)
+@dataclass(eq=False, repr=False)
+class VarlenAttention(OptionsModule):
+    """Attention of tokens to the tokens of their own document, for documents of any lengths.
+
+    It has no parameters: a model's own layers project to query, key and value, and have the sinks.
+    With l_n keys of document n, token i of the document has
+
+        y_i = sum_j exp(s_ij) * value_j / (sum_j exp(s_ij) + exp(sink)) over its keys j with
+              i - window_left <= j <= i + window_right and 0 <= j < l_n,
+        s_ij = scale * query_i . key_j, or softcap * tanh(s_ij / softcap) if softcap is given.
+
+    Example:
+        >>> x, documents = torch.arange(5.0).view(5, 1, 1), torch.tensor([0, 2, 5])
+        >>> attention = liger_ops.nn.VarlenAttention(window_left=1)
+        >>> attention(torch.zeros_like(x), x, x, documents, 3).flatten()
+        tensor([0.0000, 0.5000, 2.0000, 2.5000, 3.5000])
+    """
+
+    window_left: int = -1
+    window_right: int = 0
+    scale: float | None = None
+    softcap: float | None = None
+    engine: str = "auto"
+
+    def _check(self) -> None:
+        x = torch.empty(0, 1, 1, device="meta")
+        documents = torch.empty(1, dtype=torch.int32, device="meta")
+        varlen_attention(x, x, x, documents, 1, None, None, *self.options)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+        lengths: Tensor | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return varlen_attention(
+            query, key, value, cu_seqlens, max_seqlen, lengths, sinks, *self.options
+        )
 
 
 @documented(multi_token_attention)

@@ -17,6 +17,10 @@ SCRIPT = ROOT / "tests" / "support" / "compile_for_gpus.py"
 # Bytes that a thread may spill, to the L1 cache. layer_norm's backward for rows of 12288 in float32
 # spills 160.
 SPILLED_BYTES = 192
+# Kernel -> those of its fastest tile. That of varlen_attention's keys is the fastest of five on an
+# H200, where heads of 128 spill more than those of 64 that are compiled here. Other GPUs have not
+# timed it.
+MEASURED = {"_varlen_key_gradient_kernel": 2048}
 
 
 @pytest.mark.long
@@ -39,5 +43,9 @@ def test_every_kernel_compiles_without_spilling() -> None:
     for target in set(targets) - {"--heaviest"}:
         found = {record["kernel"] for record in records if record["target"] == target}
         assert kernels and kernels == found
-    spilling = [record for record in records if record["spilled_bytes"] > SPILLED_BYTES]
+    spilling = [
+        record
+        for record in records
+        if record["spilled_bytes"] > MEASURED.get(record["kernel"], SPILLED_BYTES)
+    ]
     assert not spilling, spilling

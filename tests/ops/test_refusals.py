@@ -19,6 +19,7 @@ from op_under_test import INF, NAN, OpUnderTest
 WRONG: dict[str, tuple[Any, ...]] = {
     "a number of at least 0": (-1.0, NAN),
     "at least 1": (0, -1),
+    "at least 0, or -1 for no bound": (-2,),
     "above 0 or None": (0, -1),
     "a number above 0": (0.0, -1.0, NAN, INF),
     "a finite number": (NAN, INF),
@@ -245,6 +246,19 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"key": (3, 1, 5, 1)}, "key must have the shape of (B, H', *spatial, D) for query of"),
         ({"key": (3, 3, 4, 1), "value": (3, 3, 4, 1)}, "the heads of key must divide the 2 of"),
         ({"key": torch.zeros(3, 1, 4, 1).half()}, "key must have query's dtype, torch.float32,"),
+    ],
+    "varlen_attention_forward": [
+        ({"query": (6, 8)}, "query must be (T, H, D), got shape (6, 8)"),
+        ({"key": (4, 1, 4)}, "key must have the shape of (T, H', D) for query of (T, H, D), (3,"),
+        ({"value": (3, 2, 6)}, "value must have the shape of"),
+        ({"query": (3, 2, 257), "key": (3, 1, 257)}, "query must have from 1 to 256 elements in"),
+        ({"value": (3, 1, 0)}, "value must have from 1 to 256 elements in its last dimension, got"),
+        ({"key": (3, 3, 4), "value": (3, 3, 6)}, "the heads of key must divide the 2 of query,"),
+        ({"key": torch.zeros(3, 1, 4).half()}, "key must have query's dtype, torch.float32, got"),
+        ({"cu_seqlens": (9,)}, "cu_seqlens must be int64 or int32, got torch.float32"),
+        ({"cu_seqlens": torch.zeros(0).int(), "lengths": None}, "cu_seqlens must have at least"),
+        ({"lengths": torch.zeros(7).int()}, "lengths must have 8 elements, one for each document"),
+        ({"sinks": (3,)}, "sinks must have the shape of"),
     ],
 }  # fmt: skip
 

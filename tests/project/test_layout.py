@@ -176,6 +176,10 @@ MEASURES = [
 DEFINITIONS = [ROOT / "liger_ops/ops/experts/rows.py"]
 
 
+# torch_npu's operator takes the ends of documents as numbers, on the host.
+OPERATORS = [ROOT / "lowering/npu/attention/varlen_attention.py"]
+
+
 HOST_CODE = (
     *("liger_ops/ops", "liger_ops/nn", "liger_ops/losses", "liger_ops/distributed"),
     *("meta", "lowering"),
@@ -186,7 +190,7 @@ def test_nothing_waits_for_the_device_or_mutates():
     wrong = [
         problem
         for file in sources(*HOST_CODE) + [ROOT / "liger_ops/library.py"]
-        if file not in MEASURES + DEFINITIONS
+        if file not in MEASURES + DEFINITIONS + OPERATORS
         for problem in synchronising_calls(file.relative_to(ROOT), file.read_text())
     ]
     assert not wrong, "\n".join(wrong)

@@ -203,7 +203,7 @@ def test_the_wheel_requires_torch_alone(wheel):
     assert metadata["Version"] == liger_ops.__version__
     requirements = metadata.get_all("Requires-Dist")
     assert [r for r in requirements if "extra ==" not in r] == ["torch<2.16,>=2.11"]
-    extras = {"cuda", "npu", "transformers", "peft", "bench", "trl", "test", "dev"}
+    extras = {"attention", "cuda", "npu", "transformers", "peft", "bench", "trl", "test", "dev"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 

@@ -33,7 +33,7 @@ import paths  # noqa: F401
 from launch_cases import compiled as compiled_cases
 from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import TokenTensors
-from liger_ops.lowering.cuda.attention import multi_token_attention
+from liger_ops.lowering.cuda.attention import cudnn_engine, multi_token_attention, varlen_completion
 from liger_ops.lowering.cuda.launch import WARP_SIZE
 from liger_ops.lowering.cuda.losses import cross_entropy
 
@@ -52,7 +52,7 @@ TYPES = {
 CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
 
 # The options of a launch that are for the compiler, beside num_warps.
-COMPILER_OPTIONS = ("debug", "sanitize_overflow")
+COMPILER_OPTIONS = ("debug", "num_stages", "sanitize_overflow")
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -86,6 +86,7 @@ def calls() -> Iterator[Callable[[], Any]]:
                 yield partial(multi_token_attention.launch_forward, x, x, sparse)
                 yield partial(multi_token_attention.launch_backward, x, x, x, sparse)
         yield partial(finish_gradients, torch.empty(4, 64, dtype=dtype))
+        yield partial(complete_attention, torch.empty(64, 4, 64, dtype=dtype))
         for V in (100, 4096, 32768, 128256):
             yield from losses_between_products(torch.empty(4, V, dtype=dtype))
 
@@ -107,6 +108,15 @@ def losses_between_products(logits: torch.Tensor) -> Iterator[Callable[[], Any]]
         )
     known = (logits, logits, target, "jsd", 0.5, 0.7, None, -100, row, row, row, row)
     yield partial(library.OPS["divergence_forward"].kernels["cuda"], *known)
+
+
+def complete_attention(y: torch.Tensor) -> None:
+    """Call what is launched before and behind an engine of attention."""
+    T, heads, _ = y.shape
+    ints, sinks = torch.zeros(5, dtype=torch.int32), torch.zeros(heads)
+    call = library.OPS["varlen_attention_forward"].arguments(y, y, y, ints, T, ints[1:], sinks)
+    cudnn_engine.documents(call, [y] * 8, 8)
+    varlen_completion.complete(call, y, torch.empty(heads, T))
 
 
 def finish_gradients(x: torch.Tensor) -> None:

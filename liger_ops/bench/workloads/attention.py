@@ -1,17 +1,20 @@
-"""neighborhood_attention and multi_token_attention."""
+"""varlen_attention, neighborhood_attention and multi_token_attention."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, moved, peer
+from .entry import MODELS, TOKENS, Draw, Entry, Function, Shape, moved, peer
 
 # The window of the figures. Every model here has one dimension.
 WINDOW = 129
@@ -33,6 +36,78 @@ def windowed_truth(
     y = liger_ops.neighborhood_attention(query, key, value, WINDOW)
     grads = torch.autograd.grad(y, (query, key, value), dys[0].double())
     return [y.detach(), *grads]
+
+
+@functools.cache
+def _compiled_flex_attention() -> Function:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def document_attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Compute causal attention of each document: on a GPU by flex_attention, compiled, with a mask
+    of blocks, and elsewhere with a T x T mask."""
+    T = query.shape[0]
+    ids = torch.searchsorted(documents, torch.arange(T, device=query.device), right=True)
+
+    def is_visible(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (ids[query] == ids[key]) & (query >= key)
+
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    if query.is_cuda:
+        mask = create_block_mask(is_visible, None, None, T, T, device=query.device)
+        y = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+    else:
+        positions = torch.arange(T, device=query.device)
+        dense = is_visible(0, 0, positions[:, None], positions)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+    return y.squeeze(0).transpose(0, 1)
+
+
+def ours_of_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    longest = _longest(query.shape[0], documents.shape[0] - 1)
+    return liger_ops.varlen_attention(query, key, value, documents, longest)
+
+
+def truth_by_documents(
+    definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
+) -> list[Tensor]:
+    """Compute each document alone in float64. All scores together would fit no device."""
+    *inputs, documents = tensors
+    results: list[list[Tensor]] = []
+    for start, end in pairwise(documents.tolist()):
+        leaves = [x[start:end].detach().double().requires_grad_() for x in inputs]
+        query, key, value = (x.transpose(0, 1) for x in leaves)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        y = y.transpose(0, 1)
+        grads = torch.autograd.grad(y, leaves, dys[0][start:end].double())
+        results.append([y.detach(), *grads])
+    return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
+def _longest(T: int, count: int) -> int:
+    """Return the length that none of the drawn documents exceeds."""
+    return T // count * 3 // 2
+
+
+def _documents(draw: Draw, shape: Shape) -> list[Tensor]:
+    """Draw queries, keys and values as a projection gives them, and documents of 1/2 to 3/2 of
+    their mean length."""
+    T, count, heads, key_heads, width = shape
+    length = T // count
+    cuts = torch.arange(count + 1, device=draw.device) * length
+    moves = torch.randint(length // 2, (count - 1,), generator=draw.generator, device=draw.device)
+    cuts[1:-1] += moves - length // 4
+    cuts[-1] = T
+    return [
+        *(draw.leaf(T, n, width) for n in (heads, key_heads, key_heads)), cuts.int()
+    ]  # fmt: skip
+
+
+def _pairs(shape: Shape) -> int:
+    """Return the least number of products of a query's element with one of a key that it sees:
+    that of documents of one length."""
+    T, count, heads, _, width = shape
+    return T * T // (2 * count) * heads * width
 
 
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -75,6 +150,24 @@ def _moved_scores(shape: Shape) -> dict[str, int]:
 
 
 ENTRIES = (
+    Entry(
+        op="varlen_attention",
+        ours=ours_of_documents,
+        eager=document_attention,
+        dims=("T", "documents", "heads", "key_heads", "D"),
+        inputs=_documents,
+        # Two products forward, and five backward.
+        passes={"forward": 4, "backward": 10, "full": 14},
+        elements=_pairs,
+        is_matrix_product=True,
+        figures=tuple((16384, count, 32, 8, 128) for count in (2, 16, 128)),
+        models={
+            name: (TOKENS, 4, *MODELS[name].heads)
+            for name in ("llama-3.1-8b", "gemma3-4b", "gpt-oss-20b")
+        },
+        small=(512, 4, 8, 2, 64),
+        truth=truth_by_documents,
+    ),
     Entry(
         op="neighborhood_attention",
         ours=lambda query, key, value: liger_ops.neighborhood_attention(query, key, value, WINDOW),

@@ -86,9 +86,9 @@ def varlen_attention(
         key: (T, H', D), of query's dtype. H' divides H: each head of key serves H / H' neighbouring
             heads of query.
         value: (T, H', E), of query's dtype. E is at most 256.
-        cu_seqlens: (N + 1,), int32 or int64, not descending, from 0 to T at most: the first token
-            of each document, and the end of the last. A document may be empty. Its data is not
-            checked.
+        cu_seqlens: (M,), int32 or int64, not descending, from 0 to T at most: the first token of
+            each of N = M - 1 documents, and the end of the last. A document may be empty. Its data
+            is not checked.
         max_seqlen: at least the length of the longest document; not checked.
         lengths: (N,), int32 or int64: the number of tokens of each document that are keys, from 0
             to its length. None for all.
@@ -157,7 +157,7 @@ def varlen_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
         >>> liger_ops.varlen_attention_forward(x, x, x, documents, 3)[1]
         tensor([[0.0000, 0.6931, 1.0986]])
     """
-    attention = _Attention(call)
+    attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     y = torch.einsum("hgij,jhe->ihge", p, attention.value)
     return y.flatten(1, 2).to(call.query.dtype).contiguous(), lse.flatten(0, 1)
@@ -184,13 +184,16 @@ def varlen_attention_backward(call: Any) -> Any:
     Kernels use the forward's y and lse. The definition computes them again, so that it can be
     differentiated.
     """
-    attention = _Attention(call)
+    attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     dy = attention.grouped(call.dy)
     # As a sum over keys: a query without keys has neither.
-    dp = torch.einsum("ihge,jhe->hgij", dy, attention.value)
+    # Where p is 0, p * inf would be NaN.
+    visible = attention.visible
+    dp = torch.where(visible, torch.einsum("ihge,jhe->hgij", dy, attention.value), 0.0)
     delta = (p * dp).sum(-1)
     ds = p * (dp - delta.unsqueeze(-1)) * attention.slope * attention.scale
+    ds = torch.where(visible, ds, 0.0)
     gradients: list[Tensor | None] = [
         torch.einsum("hgij,jhd->ihgd", ds, attention.key),
         torch.einsum("hgij,ihgd->jhd", ds, attention.query),
@@ -208,29 +211,36 @@ def varlen_attention_backward(call: Any) -> Any:
     )
 
 
-class _Attention:
+class _DocumentAttention:
     """The tensors of the definition, and its scores.
 
     query is (T, key's heads, sharing heads, D), where the sharing heads are the heads of query that
-    share a head of key. Scores are (key's heads, sharing heads, T, T).
+    share a head of key. Scores are (key's heads, sharing heads, T, T), and visible, which says
+    whether query i sees key j, is (T, T). A token of no document, or one that is no key, is 0: so
+    nothing depends on it, whatever it holds.
     """
 
     def __init__(self, call: Any) -> None:
         self.call, self.heads = call, call.key.shape[1]
         self.dtype = widened(call.query).dtype
         self.scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self.inside, is_key, self.visible = self._seen()
         self.query = self.grouped(call.query)
-        self.key, self.value = (x.to(self.dtype) for x in (call.key, call.value))
+        self.key, self.value = (
+            torch.where(is_key[:, None, None], x.to(self.dtype), 0.0)
+            for x in (call.key, call.value)
+        )
         self.sinks = None
         if call.sinks is not None:
             self.sinks = call.sinks.to(self.dtype).view(self.heads, -1, 1)
 
     def grouped(self, x: Tensor) -> Tensor:
         """Widen x, a tensor of query's heads, and group the heads that share one of key."""
-        return x.to(self.dtype).unflatten(1, (self.heads, -1))
+        x = torch.where(self.inside[:, None, None], x.to(self.dtype), 0.0)
+        return x.unflatten(1, (self.heads, -1))
 
-    def visible(self) -> Tensor:
-        """Return whether query i sees key j, (T, T)."""
+    def _seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which tokens are of a document, which are keys, and visible."""
         call = self.call
         tokens = torch.arange(call.query.shape[0], device=call.query.device)
         count = call.cu_seqlens.shape[0] - 1
@@ -238,7 +248,7 @@ class _Attention:
         document = torch.searchsorted(call.cu_seqlens, tokens, right=True) - 1
         inside = (document >= 0) & (document < count)
         if count == 0:
-            return inside[:, None] & inside
+            return inside, inside, inside[:, None] & inside
         index = document.clamp(0, count - 1)
         ends = call.cu_seqlens[1:] if call.lengths is None else call.cu_seqlens[:-1] + call.lengths
         is_key = inside & (tokens < ends[index])
@@ -250,11 +260,11 @@ class _Attention:
             visible = visible & (distance >= -call.window_left)
         if call.window_right >= 0:
             visible = visible & (distance <= call.window_right)
-        return visible
+        return inside, is_key, visible
 
     def softmax(self) -> tuple[Tensor, Tensor]:
         """Return the softmax of every query's scores, and its lse, (heads, sharing heads, T)."""
-        visible = self.visible()
+        visible = self.visible
         scores = torch.einsum("ihgd,jhd->hgij", self.query, self.key) * self.scale
         self.slope: Tensor | float = 1.0
         if self.call.softcap is not None:

@@ -75,7 +75,8 @@ class _Uid(IntEnum):
 
 
 class _Shape(NamedTuple):
-    """What a plan depends on: sizes, rounded up; strides of a token and of a head; and options."""
+    """The facts that a plan depends on: sizes, rounded up; strides of a token and of a head; and
+    options."""
 
     dtype: torch.dtype
     device: int | None
@@ -235,6 +236,22 @@ def _build(cudnn: Any, shape: _Shape) -> tuple[Any, int]:
     return graph, graph.get_workspace_size()
 
 
+def documents(call: Any, rows: list[Tensor], M: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of queries and of keys of M documents, (2, M), and their offsets in eight
+    tensors, (8, M + 1). Those behind the call's own documents are empty."""
+    cu_seqlens = call.cu_seqlens.contiguous()
+    lengths = torch.empty(2, M, dtype=torch.int32, device=cu_seqlens.device)
+    offsets = torch.empty(8, M + 1, dtype=torch.int64, device=cu_seqlens.device)
+    BLOCK = min(1024, next_power_of_2(M + 1))
+    launch(
+        _documents_kernel, (-(-(M + 1) // BLOCK),), call.query,
+        cu_seqlens, None if call.lengths is None else call.lengths.contiguous(),
+        lengths[0], lengths[1], offsets, cu_seqlens.shape[0] - 1, call.query.shape[0], M,
+        *(x.stride(0) for x in rows), BLOCK=BLOCK,
+    )  # fmt: skip
+    return lengths, offsets
+
+
 def _run(call: Any, tensors: dict[_Uid, Tensor], is_backward: bool) -> None:
     query, key, value = (tensors[uid] for uid in (_Uid.QUERY, _Uid.KEY, _Uid.VALUE))
     (T, H, D), N = query.shape, call.cu_seqlens.shape[0] - 1
@@ -253,16 +270,7 @@ def _run(call: Any, tensors: dict[_Uid, Tensor], is_backward: bool) -> None:
         if isinstance(built, Exception):
             raise built
         graph, workspace_bytes = built
-        M = shape.documents
-        lengths = torch.empty(2, M, dtype=torch.int32, device=query.device)
-        offsets = torch.empty(8, M + 1, dtype=torch.int64, device=query.device)
-        BLOCK = min(1024, next_power_of_2(M + 1))
-        own = None if call.lengths is None else call.lengths.contiguous()
-        launch(
-            _documents_kernel, (-(-(M + 1) // BLOCK),), query,
-            call.cu_seqlens.contiguous(), own, lengths[0], lengths[1], offsets, N, T, M,
-            *(x.stride(0) for x in rows), BLOCK=BLOCK,
-        )  # fmt: skip
+        lengths, offsets = documents(call, rows, shape.documents)
         operands: dict[int, Tensor] = {int(uid): tensor for uid, tensor in tensors.items()}
         operands[_Uid.QUERY_LENGTHS], operands[_Uid.KEY_LENGTHS] = lengths
         used = [uid for uid in range(8) if _Uid(uid) in tensors]

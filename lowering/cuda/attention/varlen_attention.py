@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .... import library
 from ....ops.attention.varlen_attention import ENGINES
-from . import cudnn_engine, flash_engine, varlen_kernels
+from . import cudnn_engine, flash_engine, varlen_gradients, varlen_kernels
+from .varlen_completion import complete, holes_of
 
 VARIABLE = "LIGER_OPS_ATTENTION"
 # Forward and backward on an H200, causal, bfloat16, TFLOP/s of visible pairs by cuDNN, by
@@ -109,12 +110,12 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     y, lse = library.allocate("varlen_attention_forward", call)
     if y.numel() == 0:
         return y, lse
-    holes = varlen_kernels.holes_of(call)
+    holes = holes_of(call)
     results = _by_others(call, lambda engine: engine.forward(call, y, lse))
     if results is None:
         varlen_kernels.forward(call, y, lse, holes)
         return y, lse
-    varlen_kernels.complete(call, *results)
+    complete(call, *results)
     if holes is not None:
         # No engine of others knows key_mask. Whether it has holes is known on the device, where the
         # programs of this kernel end at once without them.
@@ -128,18 +129,18 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     *gradients, dsinks = outputs
     if call.dy.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
-    holes, results = varlen_kernels.holes_of(call), None
+    holes, results = holes_of(call), None
     if any(gradient is not None for gradient in gradients):
         results = _by_others(call, lambda engine: engine.backward(call, *gradients))
     if results is None:
-        varlen_kernels.backward(call, *outputs, holes)
+        varlen_gradients.backward(call, *outputs, holes)
         return outputs
     for result, of_keys in zip(results, (False, True, True), strict=True):
-        varlen_kernels.complete(call, result, of_keys=of_keys)
+        complete(call, result, of_keys=of_keys)
     wanted = zip(results, gradients, strict=True)
     kept = [None if gradient is None else result for result, gradient in wanted]
     if dsinks is not None:
-        varlen_kernels.delta_of(call, dsinks)
+        varlen_gradients.delta_of(call, dsinks)
     if holes is not None:
-        varlen_kernels.backward(call, *kept, None, holes, only_holes=True)
+        varlen_gradients.backward(call, *kept, None, holes, only_holes=True)
     return (*kept, dsinks)

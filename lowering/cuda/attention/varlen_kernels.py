@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.tensors import cdiv, next_power_of_2, unit_stride
+from ...common.tensors import next_power_of_2, unit_stride
 from ...common.triton_math import LOWEST
 from ..launch import launch, on_nvidia
 
@@ -36,12 +36,10 @@ class VarlenTiles:
 
 # The most columns of a head: those that `liger_ops.varlen_attention` accepts.
 MOST_COLUMNS = 256
-# Tokens of a program that computes delta, or completes what an engine computed.
-TOKENS = 64
 
 
 @triton.jit
-def _first_token(document, cu_ptr, N, T):
+def first_token(document, cu_ptr, N, T):
     # Documents are counted from the tokens before the first, number 0; those behind the last are
     # number N + 1. A bound outside of the batch is one of the batch's.
     listed = (document >= 1) & (document <= N + 1)
@@ -51,7 +49,7 @@ def _first_token(document, cu_ptr, N, T):
 
 
 @triton.jit
-def _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK: tl.constexpr):
+def tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK: tl.constexpr):
     # Document n has the programs from start // BLOCK + n on, which are enough for its tiles; the
     # last of them may have none.
     program = tl.program_id(0)
@@ -59,12 +57,12 @@ def _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK: tl.constexpr):
     high = N + 1
     while low < high:
         middle = (low + high + 1) // 2
-        if _first_token(middle, cu_ptr, N, T) // BLOCK + middle <= program:
+        if first_token(middle, cu_ptr, N, T) // BLOCK + middle <= program:
             low = middle
         else:
             high = middle - 1
-    start = _first_token(low, cu_ptr, N, T)
-    length = _first_token(low + 1, cu_ptr, N, T) - start
+    start = first_token(low, cu_ptr, N, T)
+    length = first_token(low + 1, cu_ptr, N, T) - start
     first = (program - (start // BLOCK + low)) * BLOCK
     keys = length
     listed = (low >= 1) & (low <= N)
@@ -76,7 +74,7 @@ def _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(ptr, rows, stride, end, cols, D, MASKED: tl.constexpr, EVEN: tl.constexpr):
+def load_rows(ptr, rows, stride, end, cols, D, MASKED: tl.constexpr, EVEN: tl.constexpr):
     # EVEN says that a row has as many elements as cols; rows are below `end` unless MASKED.
     at = ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :])
     if MASKED and EVEN:
@@ -91,14 +89,14 @@ def _load_rows(ptr, rows, stride, end, cols, D, MASKED: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
-def _store_rows(ptr, rows, stride, end, cols, D, values):
+def store_rows(ptr, rows, stride, end, cols, D, values):
     at = ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :])
     mask = (rows < end)[:, None] & (cols < D)[None, :]
     tl.store(at, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _is_seen(query, key, is_key, length, keys, window_left, window_right):
+def is_seen(query, key, is_key, length, keys, window_left, window_right):
     # `query`, `key` and `is_key` broadcast against each other.
     seen = (key < keys) & (query < length)
     if is_key is not None:
@@ -111,7 +109,7 @@ def _is_seen(query, key, is_key, length, keys, window_left, window_right):
 
 
 @triton.jit
-def _is_key(key_mask_ptr, key, keys):
+def is_key_of(key_mask_ptr, key, keys):
     # Without a mask, every token may be a key.
     is_key = None
     if key_mask_ptr is not None:
@@ -120,7 +118,7 @@ def _is_key(key_mask_ptr, key, keys):
 
 
 @triton.jit
-def _scores(products, scale, softcap):
+def scores_of(products, scale, softcap):
     # To the base 2, for exp2.
     if softcap is None:
         scores = products * (scale * LOG2E)
@@ -131,14 +129,7 @@ def _scores(products, scale, softcap):
 
 
 @triton.jit
-def _slope(scores, softcap):
-    # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
-    capped = scores * (1.0 / (softcap * LOG2E))
-    return 1.0 - capped * capped
-
-
-@triton.jit
-def _keys_of_tile(
+def keys_of_tile(
     first, end, keys, window_left, window_right, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     # Return the bounds of the keys that queries from `first` to `end` see, and of those tiles of
@@ -161,46 +152,10 @@ def _keys_of_tile(
 
 
 @triton.jit
-def _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS: tl.constexpr):
-    # Return which tokens engines leave out: those of no document and, with lengths, queries of
-    # documents without keys, or tokens that are not keys.
-    outside = (token < tl.load(cu_ptr)) | (token >= tl.load(cu_ptr + N))
-    if lengths_ptr is not None:
-        low = tl.zeros_like(token)
-        high = tl.zeros_like(token) + (N + 1)
-        size = N + 2
-        while size > 0:
-            middle = (low + high + 1) // 2
-            is_before = _first_token(middle, cu_ptr, N, T) <= token
-            low = tl.where(is_before, middle, low)
-            high = tl.where(is_before, high, middle - 1)
-            size = size // 2
-        listed = (low >= 1) & (low <= N)
-        keys = tl.load(lengths_ptr + (low - 1), mask=listed, other=0).to(tl.int32)
-        position = 0
-        if OF_KEYS:
-            position = token - _first_token(low, cu_ptr, N, T)
-        outside = outside | (position >= keys)
-    return outside
-
-
-@triton.jit
-def _without_full_tiles(holes_ptr, low, full_low, full_high):
+def without_full_tiles(holes_ptr, low, full_low, full_high):
     # A tile of keys with a hole needs the mask: then no tile goes without.
     has_holes = tl.load(holes_ptr) != 0
     return tl.where(has_holes, low, full_low), tl.where(has_holes, low, full_high)
-
-
-@triton.jit(do_not_specialize=["N", "T"])
-def _varlen_holes_kernel(cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr, N, T, BLOCK_M: tl.constexpr):
-    # Set `holes` if a token is a key by its document, and not by the mask.
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = token < T
-    is_key = tl.load(key_mask_ptr + token, mask=inside, other=1) != 0
-    outside = _without_result(token, cu_ptr, lengths_ptr, N, T, True)
-    is_hole = (inside & ~outside & ~is_key).to(tl.int32)
-    if tl.max(is_hole, 0) != 0:
-        tl.store(holes_ptr, 1)
 
 
 @triton.jit
@@ -213,12 +168,12 @@ def _visit_keys(
     cols, value_cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     for start in tl.range(low, high, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
-        score = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
+        k = load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
+        score = scores_of(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
         if MASKED:
             # A row without any key so far keeps the maximum LOWEST, for which exponentials are 0.
-            is_key = _is_key(key_mask_ptr, key[None, :], keys)
-            seen = _is_seen(
+            is_key = is_key_of(key_mask_ptr, key[None, :], keys)
+            seen = is_seen(
                 query[:, None], key[None, :], is_key, length, keys, window_left, window_right
             )
             score = tl.where(seen, score, -float("inf"))
@@ -226,7 +181,7 @@ def _visit_keys(
         p = tl.exp2(score - higher[:, None])
         decay = tl.exp2(maximum - higher)
         total = total * decay + tl.sum(p, 1)
-        v = _load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
+        v = load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
         mixed = tl.dot(p.to(v.dtype), v, mixed * decay[:, None], input_precision=PRECISION)
         maximum = higher
     return maximum, total, mixed
@@ -243,7 +198,7 @@ def _varlen_forward_kernel(
     if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
         if tl.load(holes_ptr) == 0:
             return
-    begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_M)
+    begin, length, keys, first = tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_M)
     if first >= length:
         return
     head = tl.program_id(1).to(tl.int64)
@@ -251,16 +206,16 @@ def _varlen_forward_kernel(
     k_ptr += begin * k_t + head // group * k_h
     v_ptr += begin * v_t + head // group * v_h
     query = first + tl.arange(0, BLOCK_M)
-    q = _load_rows(q_ptr, query, q_t, length, tl.arange(0, BLOCK_D), D, True, EVEN_D)
+    q = load_rows(q_ptr, query, q_t, length, tl.arange(0, BLOCK_D), D, True, EVEN_D)
     maximum = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    low, full_low, full_high, high = _keys_of_tile(
+    low, full_low, full_high, high = keys_of_tile(
         first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
     )
     if key_mask_ptr is not None:
         key_mask_ptr += begin
-        full_low, full_high = _without_full_tiles(holes_ptr, low, full_low, full_high)
+        full_low, full_high = without_full_tiles(holes_ptr, low, full_low, full_high)
     if window_left is not None:
         maximum, total, mixed = _visit_keys(
             q, maximum, total, mixed, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
@@ -287,274 +242,10 @@ def _varlen_forward_kernel(
     is_empty = total == 0.0
     mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
     y_ptr += begin * y_t + head * y_h
-    _store_rows(y_ptr, query, y_t, length, tl.arange(0, BLOCK_E), E, mixed)
+    store_rows(y_ptr, query, y_t, length, tl.arange(0, BLOCK_E), E, mixed)
     lse = (maximum + tl.log2(tl.where(is_empty, 1.0, total))) * LN2
     lse = tl.where(is_empty, -float("inf"), lse)
     tl.store(lse_ptr + (head * T + begin + query), lse, mask=query < length)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _varlen_delta_kernel(
-    dy_ptr, y_ptr, lse_ptr, sinks_ptr, holes_ptr, delta_ptr, dsinks_ptr,
-    T, H, E, dy_t, dy_h, y_t, y_h,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    if holes_ptr is not None:  # noqa: SIM102
-        if tl.load(holes_ptr) == 0:
-            return
-    # delta_i = dy_i . y_i; and the part of the sinks' gradient that these tokens have.
-    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_E)
-    dy = _load_rows(dy_ptr + head * dy_h, token, dy_t, T, cols, E, True, False).to(tl.float32)
-    y = _load_rows(y_ptr + head * y_h, token, y_t, T, cols, E, True, False).to(tl.float32)
-    delta = tl.sum(dy * y, 1)
-    at = head * T + token
-    tl.store(delta_ptr + at, delta, mask=token < T)
-    if dsinks_ptr is not None:
-        lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        share = tl.where(token < T, tl.exp2((sink - lse) * LOG2E), 0.0)
-        tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
-
-
-@triton.jit(do_not_specialize=["N", "T", "longest"])
-def _varlen_complete_kernel(
-    y_ptr, lse_ptr, sinks_ptr, cu_ptr, lengths_ptr, N, T, E, longest, y_t, y_h,
-    OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = tl.program_id(1).to(tl.int64)
-    most = tl.zeros((BLOCK_DOCUMENTS,), tl.int32)
-    for start in tl.range(0, N, BLOCK_DOCUMENTS):
-        n = start + tl.arange(0, BLOCK_DOCUMENTS)
-        begin = tl.load(cu_ptr + n, mask=n < N, other=0).to(tl.int32)
-        end = tl.load(cu_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
-        most = tl.maximum(most, end - begin)
-    is_too_long = tl.max(most, 0) > longest
-    outside = _without_result(token, cu_ptr, lengths_ptr, N, T, OF_KEYS)
-    inside = token < T
-    if sinks_ptr is None:
-        # Only these rows are written.
-        inside = inside & (outside | is_too_long)
-    cols = tl.arange(0, BLOCK_E)
-    at = y_ptr + head * y_h + (token.to(tl.int64)[:, None] * y_t + cols[None, :])
-    mask = inside[:, None] & (cols < E)[None, :]
-    y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    y = tl.where(outside[:, None], 0.0, y)
-    y = tl.where(is_too_long, float("nan"), y)
-    if lse_ptr is not None:
-        at_lse = lse_ptr + head * T + token
-        lse = tl.load(at_lse, mask=inside, other=0.0)
-        lse = tl.where(outside, -float("inf"), lse)
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head).to(tl.float32)
-            higher = tl.maximum(lse, sink)
-            total = tl.exp2((lse - higher) * LOG2E) + tl.exp2((sink - higher) * LOG2E)
-            with_sink = higher + tl.log2(total) * LN2
-            y = y * tl.exp2((lse - with_sink) * LOG2E)[:, None]
-            lse = with_sink
-        tl.store(at_lse, lse, mask=inside)
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _visit_keys_of_gradient(
-    q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
-    low, high, length, keys, D, E, window_left, window_right, scale, softcap,
-    MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    cols, value_cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    for start in tl.range(low, high, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
-        v = _load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
-        score = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
-        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-        shifted = score - lse[:, None]
-        if MASKED:
-            is_key = _is_key(key_mask_ptr, key[None, :], keys)
-            seen = _is_seen(
-                query[:, None], key[None, :], is_key, length, keys, window_left, window_right
-            )
-            shifted = tl.where(seen, shifted, -float("inf"))
-        ds = tl.exp2(shifted) * (dp - delta[:, None])
-        if softcap is not None:
-            ds *= _slope(score, softcap)
-        if MASKED:
-            # Where p is 0, p * inf would be NaN.
-            ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
-def _varlen_query_gradient_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr,
-    lse_ptr, delta_ptr, dq_ptr,
-    N, T, D, E, group, dy_t, dy_h, q_t, q_h, k_t, k_h, v_t, v_h, dq_t, dq_h,
-    window_left, window_right, scale, softcap,
-    ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
-        if tl.load(holes_ptr) == 0:
-            return
-    begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_M)
-    if first >= length:
-        return
-    head = tl.program_id(1).to(tl.int64)
-    q_ptr += begin * q_t + head * q_h
-    k_ptr += begin * k_t + head // group * k_h
-    v_ptr += begin * v_t + head // group * v_h
-    dy_ptr += begin * dy_t + head * dy_h
-    query, cols = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    q = _load_rows(q_ptr, query, q_t, length, cols, D, True, EVEN_D)
-    dy = _load_rows(dy_ptr, query, dy_t, length, tl.arange(0, BLOCK_E), E, True, EVEN_E)
-    at = head * T + begin + query
-    lse = tl.load(lse_ptr + at, mask=query < length, other=0.0) * LOG2E
-    delta = tl.load(delta_ptr + at, mask=query < length, other=0.0)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    low, full_low, full_high, high = _keys_of_tile(
-        first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
-    )
-    if key_mask_ptr is not None:
-        key_mask_ptr += begin
-        full_low, full_high = _without_full_tiles(holes_ptr, low, full_low, full_high)
-    if window_left is not None:
-        dq = _visit_keys_of_gradient(
-            q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
-            low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
-            True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    dq = _visit_keys_of_gradient(
-        q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
-        full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
-        False, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    dq = _visit_keys_of_gradient(
-        q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
-        full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
-        True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    _store_rows(dq_ptr + (begin * dq_t + head * dq_h), query, dq_t, length, cols, D, dq * scale)
-
-
-@triton.jit
-def _visit_queries(
-    k, v, dk, dv, key, is_key, q_ptr, dy_ptr, lse_ptr, delta_ptr, q_t, dy_t,
-    low, high, length, keys, D, E, window_left, window_right, scale, softcap,
-    WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr,
-    MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    # Scores are transposed: a row for each key.
-    cols, value_cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    for start in tl.range(low, high, BLOCK_M):
-        query = start + tl.arange(0, BLOCK_M)
-        q = _load_rows(q_ptr, query, q_t, length, cols, D, MASKED, EVEN_D)
-        dy = _load_rows(dy_ptr, query, dy_t, length, value_cols, E, MASKED, EVEN_E)
-        inside = query < length
-        lse = tl.load(lse_ptr + query, mask=inside, other=0.0) * LOG2E
-        score = _scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
-        shifted = score - lse[None, :]
-        if MASKED:
-            seen = _is_seen(
-                query[None, :], key[:, None], is_key, length, keys, window_left, window_right
-            )
-            shifted = tl.where(seen, shifted, -float("inf"))
-        p = tl.exp2(shifted)
-        if WANTS_VALUE:
-            dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
-        if WANTS_KEY:
-            delta = tl.load(delta_ptr + query, mask=inside, other=0.0)
-            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            if softcap is not None:
-                ds *= _slope(score, softcap)
-            if MASKED:
-                ds = tl.where(seen, ds, 0.0)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
-def _varlen_key_gradient_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr,
-    lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    N, T, D, E, group, dy_t, dy_h, q_t, q_h, k_t, k_h, v_t, v_h, dk_t, dk_h, dv_t, dv_h,
-    window_left, window_right, scale, softcap,
-    ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
-        if tl.load(holes_ptr) == 0:
-            return
-    begin, length, keys, first = _tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK_N)
-    if first >= length:
-        return
-    key_head = tl.program_id(1).to(tl.int64)
-    key, cols = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    value_cols = tl.arange(0, BLOCK_E)
-    k = _load_rows(k_ptr + (begin * k_t + key_head * k_h), key, k_t, keys, cols, D, True, EVEN_D)
-    v = _load_rows(
-        v_ptr + (begin * v_t + key_head * v_h), key, v_t, keys, value_cols, E, True, EVEN_E
-    )
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    # The queries that see one of these keys, and those tiles of them that see all.
-    end = tl.minimum(first + BLOCK_N, keys)
-    low = 0
-    full_low = 0
-    high = tl.where(first < keys, length, 0)
-    seeing_all = length
-    if window_right is not None:
-        low = tl.maximum(first - window_right, 0)
-        full_low = low + tl.cdiv(tl.maximum(end - 1 - window_right - low, 0), BLOCK_M) * BLOCK_M
-    if window_left is not None:
-        high = tl.minimum(high, end + window_left)
-        seeing_all = tl.minimum(length, first + window_left + 1)
-    full_low = tl.minimum(full_low, low + tl.cdiv(tl.maximum(high - low, 0), BLOCK_M) * BLOCK_M)
-    # A tile of keys that the document does not fill has a mask for all of its queries.
-    seeing_all = tl.where(first + BLOCK_N <= keys, seeing_all, 0)
-    full_high = low + tl.maximum(seeing_all - low, 0) // BLOCK_M * BLOCK_M
-    full_high = tl.maximum(full_high, full_low)
-    if key_mask_ptr is not None:
-        key_mask_ptr += begin
-        full_low, full_high = _without_full_tiles(holes_ptr, low, full_low, full_high)
-    is_key = _is_key(key_mask_ptr, key[:, None], keys)
-    for i in tl.range(0, group):
-        head = key_head * group + i
-        q = q_ptr + (begin * q_t + head * q_h)
-        dy = dy_ptr + (begin * dy_t + head * dy_h)
-        lse = lse_ptr + (head * T + begin)
-        delta = delta_ptr + (head * T + begin)
-        dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
-            low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None,
-            True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-        dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
-            full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None,
-            False, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-        dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
-            full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None,
-            True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    if dk_ptr is not None:
-        dk_ptr += begin * dk_t + key_head * dk_h
-        _store_rows(dk_ptr, key, dk_t, length, cols, D, dk * scale)
-    if dv_ptr is not None:
-        dv_ptr += begin * dv_t + key_head * dv_h
-        _store_rows(dv_ptr, key, dv_t, length, value_cols, E, dv)
 
 
 def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
@@ -575,7 +266,7 @@ def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
     return VarlenTiles(64, 64, 4, 2)
 
 
-class _Launches:
+class Launches:
     """The arguments that the kernels of a call share."""
 
     def __init__(self, call: Any) -> None:
@@ -619,83 +310,12 @@ class _Launches:
         )  # fmt: skip
 
 
-def holes_of(call: Any) -> Tensor | None:
-    """Return a tensor of one int32, 1 if key_mask hides a key of a document; None without it."""
-    if call.key_mask is None:
-        return None
-    launches = _Launches(call)
-    holes = torch.zeros(1, dtype=torch.int32, device=call.query.device)
-    launch(
-        _varlen_holes_kernel, (cdiv(launches.T, 1024),), launches.query,
-        *launches.documents(holes), launches.count, launches.T, BLOCK_M=1024,
-    )  # fmt: skip
-    return holes
-
-
 def forward(
     call: Any, y: Tensor, lse: Tensor, holes: Tensor | None, only_holes: bool = False
 ) -> None:
     """Compute y and lse; `holes` is that of `holes_of`. With `only_holes` nothing is written if
     there are no holes."""
-    launches = _Launches(call)
+    launches = Launches(call)
     strided = (launches.query, launches.key, launches.value, y)
     tensors = (*strided[:3], *launches.documents(holes), call.sinks, y, lse)
     launches.launch("forward", _varlen_forward_kernel, tensors, strided, only_holes)
-
-
-def delta_of(call: Any, dsinks: Tensor | None, holes: Tensor | None = None) -> Tensor:
-    """Compute delta, (H, T) in float32, and write the sinks' gradient into `dsinks`, if given. With
-    `holes`, delta is computed only if there are holes."""
-    dy, y = unit_stride(call.dy), unit_stride(call.y)
-    T, H, E = y.shape
-    delta = torch.empty(H, T, dtype=torch.float32, device=y.device)
-    programs = cdiv(T, TOKENS)
-    partial = None if dsinks is None else delta.new_empty(programs, H)
-    launch(
-        _varlen_delta_kernel, (programs, H), y,
-        dy, y, call.lse.contiguous(), None if dsinks is None else call.sinks, holes, delta, partial,
-        T, H, E, *dy.stride()[:2], *y.stride()[:2],
-        BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), num_warps=4,
-    )  # fmt: skip
-    if dsinks is not None and partial is not None:
-        dsinks.copy_(partial.sum(0))
-    return delta
-
-
-def complete(call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool = False) -> None:
-    """Complete what an engine wrote into y or a gradient, (T, heads, E), and into lse.
-
-    Rows without a result are 0, and with lse both get the sinks. `of_keys` says that the rows are
-    those of keys. If a document is longer than max_seqlen, all numbers are NaN.
-    """
-    T, heads, E = y.shape
-    launch(
-        _varlen_complete_kernel, (cdiv(T, TOKENS), heads), y,
-        y, lse, None if lse is None else call.sinks, call.cu_seqlens.contiguous(),
-        None if call.lengths is None else call.lengths.contiguous(),
-        call.cu_seqlens.shape[0] - 1, T, E, call.max_seqlen, *y.stride()[:2],
-        OF_KEYS=of_keys, BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), BLOCK_DOCUMENTS=128,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def backward(
-    call: Any, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None,
-    dsinks: Tensor | None, holes: Tensor | None, only_holes: bool = False,
-) -> None:  # fmt: skip
-    """Compute the gradients that are not None; `holes` and `only_holes` are as of `forward`."""
-    launches = _Launches(call)
-    delta = delta_of(call, dsinks, holes if only_holes else None)
-    strided = (unit_stride(call.dy), launches.query, launches.key, launches.value)
-    tensors = (*strided, *launches.documents(holes), call.lse.contiguous(), delta)
-    if dquery is not None:
-        launches.launch(
-            "query", _varlen_query_gradient_kernel,
-            (*tensors, dquery), (*strided, dquery), only_holes,
-        )  # fmt: skip
-    if dkey is not None or dvalue is not None:
-        gradients = (dkey, dvalue)
-        launches.launch(
-            "key", _varlen_key_gradient_kernel,
-            (*tensors, *gradients), (*strided, *gradients), only_holes,
-        )  # fmt: skip

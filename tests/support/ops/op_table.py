@@ -24,6 +24,7 @@ import norm_cases
 import rope_cases
 import router_cases
 import softmax_cases
+import varlen_cases
 from op_under_test import OpUnderTest
 
 OPS: dict[str, OpUnderTest] = {
@@ -35,6 +36,6 @@ OPS: dict[str, OpUnderTest] = {
         *cross_entropy_cases.OPS, *linear_cross_entropy_cases.OPS, *log_prob_cases.OPS,
         *divergence_cases.OPS, *distribution_cases.OPS, *router_cases.OPS,
         *linear_log_prob_cases.OPS, *linear_divergence_cases.OPS,
-        *linear_top_k_divergence_cases.OPS, *mhc_cases.OPS,
+        *linear_top_k_divergence_cases.OPS, *mhc_cases.OPS, *varlen_cases.OPS,
     )
 }  # fmt: skip

@@ -192,7 +192,7 @@ class OpUnderTest:
     # The largest terms that are summed or cancelled in each output, and in each gradient of
     # gradients_of. If they cancel, the result is smaller than their rounding errors. Without any,
     # the op's own test has bounds.
-    output_magnitudes: Callable[[Any, Tensors], list[Magnitude]] = nothing
+    output_magnitudes: Callable[[Any, Tensors], Sequence[Magnitude | None]] = nothing
     gradient_magnitudes: Callable[[Any, Tensors], list[Magnitude]] = nothing
     # Whether the error bound is per element; otherwise it depends on the row's largest value.
     elementwise: bool = False
@@ -208,6 +208,8 @@ class OpUnderTest:
     multiplies: bool = False
     # Whether the forward is PyTorch's own on every device, and launches no kernel of this package.
     is_pytorchs_forward: bool = False
+    # Whether an NPU runs the definition for the sample, which has options that its operator lacks.
+    npu_runs_definition: bool = False
     # The ATen op whose autocast rule, or lack of a rule, the op shares.
     autocast_as: str
     # The arguments whose dtypes that rule does not change.

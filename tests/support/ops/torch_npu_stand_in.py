@@ -1,13 +1,19 @@
-"""A stand-in for npu_grouped_matmul where torch_npu is not installed. It checks the arguments by
-the documentation of torch_npu for Atlas A2 and A3, and computes in float32 on the CPU.
+"""Stand-ins for npu_grouped_matmul and npu_fusion_attention where torch_npu is not installed. They
+check the arguments by the documentation of torch_npu for Atlas A2 and A3, and compute in float32 on
+the CPU.
 
-The documentation is Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/
-torch_npu-npu_grouped_matmul.md, for products that are not quantised, with `group_list` a tensor and
-one tensor of x, weight and y.
+The documentation is Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/, for two operators:
+
+* torch_npu-npu_grouped_matmul.md, for products that are not quantised, with `group_list` a tensor
+  and one tensor of x, weight and y.
+* torch_npu-npu_fusion_attention.md, for the layout TND, without pse, dropout and prefixes. What the
+  document has no words for follows op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp there: the
+  statistics of the softmax are (T, H, 8).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import simulated_npu
 from simulated_npu import to_cpu, to_npu
 
 SCHEMA = (
@@ -84,9 +91,179 @@ def on_simulated_npu(*args: Any, **kwargs: Any) -> list[Tensor]:
     return [to_npu(y) for y in grouped_matmul(x, weight, **options)]
 
 
-if not hasattr(torch.ops.npu, "npu_grouped_matmul"):
-    library = torch.library.Library("npu", "FRAGMENT")
-    library.define(SCHEMA)
-    for key in ("CPU", "Meta"):
-        library.impl("npu_grouped_matmul", grouped_matmul, key)
-    library.impl("npu_grouped_matmul", on_simulated_npu, "PrivateUse1")
+# The arguments that both operators of attention have by name.
+COMMON = (
+    " float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647,"
+    " int inner_precise=0,{} int[]? prefix=None, int[]? actual_seq_qlen=None,"
+    " int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True,"
+    ' bool sync=False, str softmax_layout="", Tensor? sink=None'
+)
+ATTENTION_SCHEMA = (
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout,"
+    " Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1.,"
+    f"{COMMON.format('')}) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+)
+GRADIENT_SCHEMA = (
+    "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num,"
+    " str input_layout, *, Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None,"
+    " Tensor? softmax_max=None, Tensor? softmax_sum=None, Tensor? softmax_in=None,"
+    " Tensor? attention_in=None, float scale_value=1.,"
+    f"{COMMON.format(' int seed=0, int offset=0, int numels=0,')})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+MOST_TOKENS, MOST_DOCUMENTS, MOST_HEADS, MOST_COLUMNS = 2**20, 1024, 256, 768
+# Times that a number of the softmax's statistics is repeated.
+REPEATED = 8
+
+
+class FusionAttention:
+    """A checked call of attention, or of its gradient: the scores of each document."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str,
+        scale: float, atten_mask: Tensor | None = None, pre_tockens: int = 2147483647,
+        next_tockens: int = 2147483647, actual_seq_qlen: list[int] | None = None,
+        actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0, softmax_layout: str = "",
+    ) -> None:  # fmt: skip
+        (T, H, D), key_heads = query.shape, key.shape[1]
+        assert input_layout == "TND" and head_num == H <= MOST_HEADS and H % key_heads == 0
+        assert key.shape == value.shape == (T, key_heads, D)
+        assert 1 <= T <= MOST_TOKENS and 1 <= D <= MOST_COLUMNS
+        assert query.dtype is key.dtype is value.dtype
+        assert query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        assert all(x.is_contiguous() for x in (query, key, value))
+        # By default, each document's statistics are (H, length, 8).
+        assert softmax_layout == "TND", "of another order"
+        ends = actual_seq_qlen
+        assert ends is not None and ends == actual_seq_kvlen, "mask anchors depend on both lengths"
+        assert 1 <= len(ends) <= MOST_DOCUMENTS and ends[-1] == T
+        self.ends = [0, *ends]
+        assert self.ends == sorted(self.ends)
+        self.left = self.right = T
+        if atten_mask is None:
+            assert sparse_mode == 0 and pre_tockens == next_tockens == 2147483647, "no effect"
+        else:
+            hidden = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+            assert torch.equal(atten_mask, hidden), "the mask of sparse_mode 2, 3 and 4"
+            assert sparse_mode in (2, 3, 4)
+            self.right = 0
+        if sparse_mode == 4:
+            assert min(pre_tockens, next_tockens) >= 0, "a row without keys"
+            self.left, self.right = pre_tockens, next_tockens
+        else:
+            assert pre_tockens == next_tockens == 2147483647, "no effect"
+        self.scale, self.group = scale, H // key_heads
+        self.query, self.key, self.value = (x.float() for x in (query, key, value))
+
+    def documents(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
+        """Yield each document's tokens and query, key, value and scores, (H, length, ...)."""
+        for start, end in pairwise(self.ends):
+            tokens, length = slice(start, end), end - start
+            q, k, v = (x[tokens].transpose(0, 1) for x in (self.query, self.key, self.value))
+            k, v = (x.repeat_interleave(self.group, 0) for x in (k, v))
+            ahead = torch.arange(length) - torch.arange(length)[:, None]
+            hidden = (ahead > self.right) | (ahead < -self.left)
+            yield tokens, q, k, v, (q @ k.mT * self.scale).masked_fill(hidden, -float("inf"))
+
+
+def fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *,
+    scale: float = 1.0, **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Compute attention of each document, and the largest score and the sum of each softmax."""
+    attention = FusionAttention(query, key, value, head_num, input_layout, scale, **options)
+    y = torch.empty_like(query)
+    largest, total = (query.new_empty(*query.shape[:2], dtype=torch.float32) for _ in range(2))
+    for tokens, _, _, v, scores in attention.documents():
+        if scores.numel():
+            top = scores.amax(-1, keepdim=True)
+            p = (scores - top).exp()
+            largest[tokens], total[tokens] = top.squeeze(-1).t(), p.sum(-1).t()
+            # The product's operand is rounded, as are the products of a cube core.
+            mixed = p.to(query.dtype).float() @ v / p.sum(-1, keepdim=True)
+            y[tokens] = mixed.transpose(0, 1).to(y.dtype)
+    statistics = (x.unsqueeze(-1).repeat(1, 1, REPEATED) for x in (largest, total))
+    return y, *statistics, query.new_empty(0), 0, 0, 0
+
+
+def fusion_attention_gradient(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
+    softmax_max: Tensor, softmax_sum: Tensor, attention_in: Tensor, scale_value: float = 1.0,
+    **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients of attention from its result and the softmax's statistics."""
+    attention = FusionAttention(query, key, value, head_num, input_layout, scale_value, **options)
+    for x in (softmax_max, softmax_sum):
+        assert x.dtype is torch.float32 and x.shape == (*query.shape[:2], REPEATED)
+        assert x.is_contiguous() and torch.equal(x, x[..., :1].expand_as(x))
+    for x in (attention_in, dy):
+        assert x.dtype is query.dtype and x.shape == query.shape and x.is_contiguous()
+    gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+    delta = (dy.float() * attention_in.float()).sum(-1)
+    for tokens, q, k, v, scores in attention.documents():
+        largest, total = (x[tokens, :, :1].transpose(0, 1) for x in (softmax_max, softmax_sum))
+        p = (scores - largest).exp() / total
+        upstream = dy[tokens].transpose(0, 1).float()
+        ds = p * (upstream @ v.mT - delta[tokens].t().unsqueeze(-1)) * attention.scale
+        p, ds = (x.to(query.dtype).float() for x in (p, ds))
+        for gradient, of_heads in zip(gradients, (ds @ k, ds.mT @ q, p.mT @ upstream), strict=True):
+            shared = of_heads.unflatten(0, (gradient.shape[1], -1)).sum(1)
+            gradient[tokens] = shared.transpose(0, 1)
+    empty = query.new_empty(0)
+    return *(x.to(query.dtype) for x in gradients), empty, empty
+
+
+def by_name(operator: str, function: Any) -> Any:
+    """Return a function of the operator's arguments, in any form, that calls `function` with those
+    that do not have their default, by name."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = getattr(torch.ops.npu, operator).default._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        return function(
+            **{
+                name: value
+                for name, value in given.items()
+                if isinstance(value, Tensor) or name not in defaults or value != defaults[name]
+            }
+        )
+
+    return run
+
+
+def attention_on_simulated_npu(operator: str, function: Any) -> Any:
+    """Return the function that computes the same on the simulated device, and is noted there."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        simulated_npu.launched.append(f"torch_npu.{operator}")
+        args, kwargs = pytree.tree_map(to_cpu, (args, kwargs))
+        return pytree.tree_map(to_npu, function(*args, **kwargs))
+
+    return run
+
+
+OPERATORS = {
+    "npu_grouped_matmul": (SCHEMA, grouped_matmul, on_simulated_npu),
+    **{
+        name: (
+            schema,
+            by_name(name, function),
+            attention_on_simulated_npu(name, by_name(name, function)),
+        )
+        for name, schema, function in (
+            ("npu_fusion_attention", ATTENTION_SCHEMA, fusion_attention),
+            ("npu_fusion_attention_grad", GRADIENT_SCHEMA, fusion_attention_gradient),
+        )
+    },
+}
+libraries = []
+for operator, (schema, on_cpu, on_npu) in OPERATORS.items():
+    if hasattr(torch.ops.npu, operator):
+        continue
+    libraries.append(torch.library.Library("npu", "FRAGMENT"))
+    libraries[-1].define(schema)
+    libraries[-1].impl(operator, on_cpu, "CPU")
+    libraries[-1].impl(operator, on_npu, "PrivateUse1")
+    if operator == "npu_grouped_matmul":
+        libraries[-1].impl(operator, on_cpu, "Meta")
