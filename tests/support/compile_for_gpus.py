@@ -33,7 +33,13 @@ import paths  # noqa: F401
 from launch_cases import compiled as compiled_cases
 from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import TokenTensors
-from liger_ops.lowering.cuda.attention import cudnn_engine, multi_token_attention, varlen_completion
+from liger_ops.lowering.cuda.attention import (
+    cudnn_engine,
+    multi_token_attention,
+    varlen_completion,
+    varlen_gradients,
+    varlen_kernels,
+)
 from liger_ops.lowering.cuda.launch import WARP_SIZE
 from liger_ops.lowering.cuda.losses import cross_entropy
 
@@ -114,9 +120,18 @@ def complete_attention(y: torch.Tensor) -> None:
     """Call what is launched before and behind an engine of attention."""
     T, heads, _ = y.shape
     ints, sinks = torch.zeros(5, dtype=torch.int32), torch.zeros(heads)
-    call = library.OPS["varlen_attention_forward"].arguments(y, y, y, ints, T, ints[1:], sinks)
+    mask = torch.ones(T, dtype=torch.bool)
+    documents = (ints, T, ints[1:], mask, sinks)
+    call = library.OPS["varlen_attention_forward"].arguments(y, y, y, *documents)
     cudnn_engine.documents(call, [y] * 8, 8)
     varlen_completion.complete(call, y, torch.empty(heads, T))
+    # The kernels that compute a batch again if its mask has holes.
+    lse, holes = torch.empty(heads, T), varlen_completion.holes_of(call)
+    varlen_kernels.forward(call, y, lse, holes, only_holes=True)
+    backward = library.OPS["varlen_attention_backward"].arguments(
+        y, y, y, y, y, lse, *documents, -1, 0, None, None, "auto", [True] * 4
+    )
+    varlen_gradients.backward(backward, y, y, y, None, holes, only_holes=True)
 
 
 def finish_gradients(x: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import liger_ops
 
 from ...device import Effort
-from ...lowering.cuda.attention import cudnn_engine
 from ..timing import NoAccelerator, find, interleaved
 
 # Relative errors of bfloat16 against each other.
@@ -105,7 +105,7 @@ def calls(row: Row, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
         return y, *torch.autograd.grad(y, inputs, dy)
 
     found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
-    for engine in ("triton", "flash", *(["cudnn"] if cudnn_engine.is_installed() else [])):
+    for engine in ("triton", "flash", *(["cudnn"] if find_spec("cudnn") else [])):
         found[engine] = lambda engine=engine: by_engine(engine)
     flex = _flex(row, device)
     found["flex"] = lambda: by_heads(flex)

@@ -55,6 +55,13 @@ def key_counts(case: Any) -> list[int]:
     ]
 
 
+def keys_shown(case: Any) -> Tensor:
+    """Draw a mask of keys: a quarter of them are hidden, or with an even seed none."""
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    hidden = torch.rand(case.shape[0], generator=generator) < 0.25 * (case.seed % 2)
+    return ~hidden.to(DEVICE)
+
+
 def longest(case: Any) -> int:
     cuts = bounds(case)
     return max((end - start for start, end in zip(cuts[:-1], cuts[1:], strict=True)), default=0)
@@ -73,10 +80,12 @@ def tensors(case: Any) -> Tensors:
         "value": values.draw((T, key_heads, E), SAME, case.key_layout),
         "cu_seqlens": ints(bounds(case), case.index_dtype),
         "lengths": ints(key_counts(case), case.index_dtype) if case.has_lengths else None,
+        "key_mask": keys_shown(case) if case.has_key_mask else None,
         "sinks": values.draw((H,), case.sinks_dtype),
     }
     forward = library.OPS["varlen_attention_forward"].definition
-    documents = (drawn["cu_seqlens"], max(1, longest(case)), drawn["lengths"], drawn["sinks"])
+    documents = (drawn["cu_seqlens"], max(1, longest(case)))
+    documents = (*documents, *(drawn[name] for name in ("lengths", "key_mask", "sinks")))
     options = (getattr(case, name) for name in OPTIONS)
     drawn["y"], drawn["lse"] = forward(*(drawn[name] for name in INPUTS), *documents, *options)
     return {**drawn, "dy": values.draw((T, H, E), SAME, case.dy_layout)}
@@ -142,7 +151,8 @@ def heads(pick: Pick, fields: Fields) -> Fields:
 
 # Causal attention of whole documents.
 COMPILED = {
-    "count": 4, "documents": "whole", "key_heads": 2, "has_lengths": False, "sinks_dtype": None,
+    "count": 4, "documents": "whole", "key_heads": 2, "has_lengths": False, "has_key_mask": False,
+    "sinks_dtype": None,
     "window_left": -1, "window_right": 0, "softcap": None,
 }  # fmt: skip
 OPS = (
@@ -151,6 +161,7 @@ OPS = (
         choices={
             "count": (8,), "documents": DOCUMENTS, "key_heads": (1,), "width": (6,),
             "key_layout": X_LAYOUTS, "layout": X_LAYOUTS, "has_lengths": (False, True),
+            "has_key_mask": (False, False, True),
             "sinks_dtype": (None, SAME, FP32), "index_dtype": (torch.int32, torch.int64),
             "window_left": (-1, -1, 0, 3, 40), "window_right": (0, 0, -1, 2, 40),
             "softmax_scale": (None, 1.0, 0.3), "softcap": (None, None, 1.5),
@@ -166,10 +177,11 @@ OPS = (
         gradient_magnitudes=gradient_magnitudes,
         sample_shape=lambda rows: (rows, 2, 4),
         sampled={
-            "documents": "single", "has_lengths": True, "sinks_dtype": SAME, "window_left": 2,
+            "documents": "single", "has_lengths": True, "has_key_mask": True,
+            "sinks_dtype": SAME, "window_left": 2,
             "window_right": 1, "softmax_scale": 0.7, "softcap": 1.5, "seed": 11,
         },
-        no_gradient=("cu_seqlens", "lengths"),
+        no_gradient=("cu_seqlens", "lengths", "key_mask"),
         cases={
             # Several tiles of 32 or 64 queries and keys, some seen whole and some in part.
             "causal": {
@@ -177,7 +189,8 @@ OPS = (
             },
             "window": {
                 "shape": (85, 2, 16), "dtype": FP32, "documents": "single", "window_left": 40,
-                "window_right": 36, "sinks_dtype": SAME, "has_lengths": True, "seed": 2,
+                "window_right": 36, "sinks_dtype": SAME, "has_lengths": True,
+                "has_key_mask": True, "seed": 3,
             },
             "bfloat16": {
                 "shape": (150, 2, 16), "dtype": BF16, "window_left": 70, "sinks_dtype": FP32,
