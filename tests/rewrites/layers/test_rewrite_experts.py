@@ -295,7 +295,7 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "maximum": (partial(grouped, total=lambda rows: (rows * 2).sum(1)), "is not the view"),
     "mean": (partial(grouped, total=lambda rows: rows.sum(1, keepdim=True)), "its sum is not"),
-    "gate": (partial(grouped, act=gate_written), "written in place between"),
+    "gate": (partial(grouped, act=gate_written), "is used elsewhere, by mul_"),
     "act": (partial(grouped, act=activation_written), "no activation of the op"),
     "used": (used, "is used elsewhere"),
     "written": (written, "written in place"),
