@@ -68,7 +68,8 @@ class VarlenAttention(OptionsModule):
     With l_n keys of document n, token i of the document has
 
         y_i = sum_j exp(s_ij) * value_j / (sum_j exp(s_ij) + exp(sink)) over its keys j with
-              i - window_left <= j <= i + window_right and 0 <= j < l_n,
+              i - window_left <= j <= i + window_right and 0 <= j < l_n, that key_mask
+              shows,
         s_ij = scale * query_i . key_j, or softcap * tanh(s_ij / softcap) if softcap is given.
 
     Example:
@@ -87,15 +88,15 @@ class VarlenAttention(OptionsModule):
     def _check(self) -> None:
         x = torch.empty(0, 1, 1, device="meta")
         documents = torch.empty(1, dtype=torch.int32, device="meta")
-        varlen_attention(x, x, x, documents, 1, None, None, *self.options)
+        varlen_attention(x, x, x, documents, 1, None, None, None, *self.options)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-        lengths: Tensor | None = None, sinks: Tensor | None = None,
+        lengths: Tensor | None = None, key_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return varlen_attention(
-            query, key, value, cu_seqlens, max_seqlen, lengths, sinks, *self.options
-        )
+        documents = (cu_seqlens, max_seqlen, lengths, key_mask)
+        return varlen_attention(query, key, value, *documents, sinks, *self.options)
 
 
 @documented(multi_token_attention)

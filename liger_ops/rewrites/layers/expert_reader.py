@@ -14,8 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...torch_private import OpOverload, OpOverloadPacket
-from ..engine.canonical import Call, calls, canonical, is_tensor, operation, same, value
+from ..engine.canonical import (
+    Call,
+    OpOverload,
+    OpOverloadPacket,
+    calls,
+    canonical,
+    is_tensor,
+    operation,
+    same,
+    value,
+)
 from ..engine.graph_state import GraphState
 from ..engine.insertion import Refused
 from ..engine.reading import CodeReader
