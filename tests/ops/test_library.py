@@ -76,7 +76,7 @@ def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
     sizes = {
         a.name: 1
         for a in schema.arguments
-        if str(a.type) in ("List[int]", "float") and not a.has_default_value()
+        if str(a.type) in ("List[int]", "float", "int") and not a.has_default_value()
     }
     x = torch.randn(2, 8)
     for wrong, got in (

@@ -142,10 +142,10 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
 def heads(pick: Pick, fields: Fields) -> Fields:
     # The interpreter's time grows with the number of tiles, by a few milliseconds each.
     key_heads, group = pick(((1, 1), (1, 3), (2, 1), (2, 2)))
-    D = pick((1, 8, 16, 33))
+    D = pick((16, 8, 33, 1))
     return {
-        "shape": (pick((0, 1, 5, 17, 40, 70)), key_heads * group, D), "key_heads": key_heads,
-        "width": pick((D, D, 1, 24)), "count": pick((0, 1, 2, 5, 9)),
+        "shape": (pick((40, 17, 70, 33, 5, 0)), key_heads * group, D), "key_heads": key_heads,
+        "width": pick((D, D, 1, 24)), "count": pick((2, 5, 3, 9, 1, 0)),
     }  # fmt: skip
 
 
@@ -205,8 +205,7 @@ OPS = (
         shaping=("query", "cu_seqlens"),
         rowwise=(),
         multiplies=True,
-        # The interpreter's time grows with the product of queries and keys.
-        cost=2,
         autocast_as="scaled_dot_product_attention",
+        autocast_keeps=("sinks",),
     ),
 )  # fmt: skip
