@@ -112,6 +112,7 @@ DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "int": (lambda tensor: tensor.dtype in (torch.int64, torch.int32), "int64 or int32"),
     "int32": (lambda tensor: tensor.dtype is torch.int32, "int32"),
     "any": (lambda tensor: True, "a tensor"),
+    "bool": (lambda x: x.dtype is torch.bool, "bool"),
     "number": (lambda x: x.dtype is not torch.bool and not x.is_complex(), "a number"),
 }
 

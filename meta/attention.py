@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..ops.attention.multi_token_attention import Convolution
 from ..ops.attention.windows import per_dimension
 from ..ops.tensors import equal
@@ -111,8 +109,6 @@ def documents(call: Any) -> None:
             f"{op(call)}: lengths must have {bounds - 1} elements, one for each document of"
             f" cu_seqlens, got {call.lengths.shape[0]}"
         )
-    if call.key_mask is not None and call.key_mask.dtype != torch.bool:
-        raise TypeError(f"{op(call)}: key_mask must be bool, got {call.key_mask.dtype}")
 
 
 @also("neighborhood_attention")

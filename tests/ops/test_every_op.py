@@ -466,8 +466,8 @@ def test_what_no_op_takes_is_refused(op: OpUnderTest, backward: bool) -> None:
 
 @EVERY_OP
 def test_every_tensor_is_checked(op: OpUnderTest) -> None:
-    """Integers, another device, another shape and a number are refused in each position, eagerly
-    and in tracing."""
+    """Integers or bools, another device, another shape and a number are refused in each position,
+    eagerly and in tracing."""
     case = op.sample(torch.float32)
     for backward in (False, True):
         args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
@@ -477,8 +477,10 @@ def test_every_tensor_is_checked(op: OpUnderTest) -> None:
         for i, arg in enumerate(args):
             if not isinstance(arg, Tensor):
                 continue
-            is_real = arg.is_floating_point() or arg.is_complex()
-            changes = [(arg.real.long() if is_real else arg.bool(), TypeError)]
+            is_integer = not (
+                arg.is_floating_point() or arg.is_complex() or arg.dtype is torch.bool
+            )
+            changes = [(arg.bool() if is_integer else arg.real.long(), TypeError)]
             if len(leaves(args)) > 1:
                 changes.append((arg.to("meta"), ValueError))
             if arguments[i].name not in op.leading:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -87,17 +88,18 @@ def calls(row: Row, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     T = sum(row.lengths)
     torch.manual_seed(0)
     sizes = ((T, row.heads, row.D), *((T, row.key_heads, row.D),) * 2)
-    inputs = [
+    query, key, value = inputs = [
         torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for size in sizes
     ]
-    dy = torch.randn_like(inputs[0])
+    dy = torch.randn_like(query)
     bounds = (0, *accumulate(row.lengths))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
 
     def by_engine(engine: str) -> tuple[Tensor, ...]:
         y = liger_ops.varlen_attention(
-            *inputs, cu_seqlens, max(row.lengths), window_left=row.window - 1, engine=engine
-        )
+            query, key, value, cu_seqlens, max(row.lengths), window_left=row.window - 1,
+            engine=engine,
+        )  # fmt: skip
         return y, *torch.autograd.grad(y, inputs, dy)
 
     def by_heads(attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
@@ -106,11 +108,11 @@ def calls(row: Row, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
 
     found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     for engine in ("triton", "flash", *(["cudnn"] if find_spec("cudnn") else [])):
-        found[engine] = lambda engine=engine: by_engine(engine)
+        found[engine] = partial(by_engine, engine)
     flex = _flex(row, device)
-    found["flex"] = lambda: by_heads(flex)
+    found["flex"] = partial(by_heads, flex)
     if T <= LONGEST_DENSE:
-        found["dense"] = lambda: by_heads(_dense)
+        found["dense"] = partial(by_heads, _dense)
     return found
 
 
@@ -127,9 +129,9 @@ def _flex(row: Row, device: str) -> Callable[..., Tensor]:
     return lambda *qkv: attend(*qkv, block_mask=mask, enable_gqa=True)
 
 
-def _dense(*qkv: Tensor) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         accelerator = find("cuda")
-    except NoAccelerator as error:
-        print(f"attention: {error}", file=sys.stderr)
+    except NoAccelerator as reason:
+        print(f"attention: {reason}", file=sys.stderr)
         return 2
     print(f"{accelerator.name}, torch {torch.__version__}; forward + backward, ms and TFLOP/s")
     wrong = 0
@@ -153,12 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of_row = calls(row, "cuda")
         expected = of_row["triton"]()
         for name in list(of_row):
-            error = "" if name == "dense" else differs(of_row[name], expected)
-            if error:
-                print(f"{row.name}: {name} {error}")
+            difference = "" if name == "dense" else differs(of_row[name], expected)
+            if difference:
+                print(f"{row.name}: {name} {difference}")
                 del of_row[name]
                 wrong += 1
-        prepares = {name: lambda call=call: call for name, call in of_row.items()}
+        prepares = {name: partial(_as_it_is, call) for name, call in of_row.items()}
         times, failures = interleaved(accelerator, prepares, Effort(seconds=options.seconds))
         figures = []
         for name, time in times.items():
@@ -167,6 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures.append(f"{name} {time.p50:.2f} {rate:.0f}")
         print(f"{row.name}: {'; '.join(figures)}", *failures.items(), flush=True)
     return 1 if wrong else 0
+
+
+def _as_it_is(call: Callable[[], Any]) -> Callable[[], Any]:
+    return call
 
 
 def differs(call: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str:

@@ -132,7 +132,7 @@ def varlen_attention(
     strides=torch.Tag.needs_exact_strides,
     returns="y lse",
     axes="query=T h D, key=T h' D: query, value=T h' E: query, cu_seqlens=M: int, lengths=N: int,"
-    "key_mask=T: any, sinks=h -> y=T h E, lse=h T: float32+query",
+    "key_mask=T: bool, sinks=h -> y=T h E, lse=h T: float32+query",
     options={
         "max_seqlen": AT_LEAST_1, "window_left": BOUND, "window_right": BOUND,
         "scale": POSITIVE, "softcap": POSITIVE, "engine": ENGINES,

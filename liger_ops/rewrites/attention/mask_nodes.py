@@ -59,7 +59,8 @@ class MaskNodes:
             return emit_documents(emit, of_keys, sizes, home, device)
 
         found = self._once((of_keys, Documents), mask, scope, shape, emit_rows)
-        return Documents(*(scope.inward(node) for node in found[:3]))
+        cu_seqlens, lengths, key_mask = map(scope.inward, found[:3])
+        return Documents(cu_seqlens, lengths, key_mask)
 
     def _once(
         self, kind: tuple[Condition, Any], mask: fx.Node, scope: Scope, shape: tuple[Size, ...],
