@@ -58,7 +58,7 @@ TYPES = {
 CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
 
 # The options of a launch that are for the compiler, beside num_warps.
-COMPILER_OPTIONS = ("debug", "num_stages", "sanitize_overflow")
+COMPILER_OPTIONS = ("debug", "sanitize_overflow")
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
