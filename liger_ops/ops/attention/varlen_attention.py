@@ -74,9 +74,10 @@ def varlen_attention(
     a fixed order under `torch.use_deterministic_algorithms(True)`. If a document is longer than
     max_seqlen, their results are NaN.
 
-    On an NPU it is npu_fusion_attention of torch_npu, which takes the lengths on the host: a call
-    waits for the device there. Under autocast query, key and value are cast as
-    `torch.nn.functional.scaled_dot_product_attention` casts them.
+    On an NPU it is npu_fusion_attention of torch_npu, which takes the documents on the host: a call
+    waits for the device there. It was never run on one. The definition runs in its place for
+    float32, lengths, key_mask, a softcap, and values of another width than keys. Under autocast
+    query, key and value are cast as `torch.nn.functional.scaled_dot_product_attention` casts them.
 
     This op calls `varlen_attention_forward`, which returns lse too.
 
