@@ -87,7 +87,7 @@ def layers_are_rewritten() -> None:
         warnings.filterwarnings("error", message="liger_ops")
         check(trained(model), family)
     # All layers share one compilation.
-    for name in ("rms_norm_rope", "swiglu", "fused_add_rms_norm", "rms_norm"):
+    for name in ("rms_norm_rope", "moe_experts", "fused_add_rms_norm", "rms_norm"):
         assert len(graphs.nodes(name)) == 1, name
     (attention,) = graphs.nodes("scaled_dot_product_attention")
     assert attention.kwargs["is_causal"] and attention.kwargs["attn_mask"] is None
