@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ def bounds(case: Any) -> list[int]:
         return [min(n, T) for n in range(count + 1)]
     if case.documents == "single":
         return [0 if n <= count // 2 else T for n in range(count + 1)]
-    generator = torch.Generator().manual_seed(case.seed)
-    cuts = sorted(torch.randint(T + 1, (count + 1,), generator=generator).tolist())
+    # Python's numbers, as launches are recorded from tensors without data.
+    numbers = random.Random(case.seed)
+    cuts = sorted(numbers.randint(0, T) for _ in range(count + 1))
     if case.documents == "whole":
         cuts[0], cuts[-1] = 0, T if count else 0
     return cuts
@@ -46,8 +48,8 @@ def bounds(case: Any) -> list[int]:
 def key_counts(case: Any) -> list[int]:
     """Draw the number of each document's keys."""
     cuts = bounds(case)
-    generator = torch.Generator().manual_seed(case.seed + 1)
-    shares = torch.rand(case.count, generator=generator).tolist()
+    numbers = random.Random(case.seed + 1)
+    shares = [numbers.random() for _ in range(case.count)]
     # A third of the documents have all their tokens, and a fifth have none.
     return [
         min(math.ceil(1.5 * share * (end - start)), end - start) if share > 0.2 else 0
