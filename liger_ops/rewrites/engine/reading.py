@@ -7,7 +7,7 @@ has passed: those that an op replaces.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import fx
@@ -17,6 +17,14 @@ from .effects import memory, written
 from .graph_state import GraphState, erase_unused
 from .insertion import Refused
 from .rewrite import obstacle, replace
+
+
+def nodes_before(node: fx.Node, furthest: int) -> Iterator[fx.Node]:
+    """Yield the nodes from which `node` is computed, by at most `furthest` operations."""
+    nodes = [node]
+    for _ in range(furthest):
+        nodes = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes))
+        yield from nodes
 
 
 class CodeReader:

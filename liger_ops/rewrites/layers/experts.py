@@ -9,8 +9,6 @@ is matched by the patterns of gated activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx
 
@@ -18,6 +16,7 @@ from ..engine import casts
 from ..engine.canonical import calls, is_tensor, value
 from ..engine.graph_state import GraphState
 from ..engine.insertion import Refused, derive
+from ..engine.reading import nodes_before
 from ..engine.report import Report
 from ..engine.rewrite import emit, reported
 from .expert_reader import ExpertReader, is_product
@@ -43,14 +42,7 @@ def _is_like_experts(node: fx.Node) -> bool:
     total = calls(node, "sum")
     if total is None or total.args[1] != (-2,) or not is_tensor(total.args[0], dim=3):
         return False
-    return any(is_product(before) for before in _before(node))
-
-
-def _before(node: fx.Node) -> Iterator[fx.Node]:
-    nodes = [node]
-    for _ in range(FURTHEST):
-        nodes = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes))
-        yield from nodes
+    return any(is_product(before) for before in nodes_before(node, FURTHEST))
 
 
 def _replace(total: fx.Node, state: GraphState) -> fx.Node:

@@ -7,7 +7,6 @@ tokens. The sums are followed back from the loss to the softmax of each layer's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import fx
 from ..engine.canonical import calls, is_tensor, same, same_number, value
 from ..engine.graph_state import GraphState
 from ..engine.insertion import Refused, derive, items
-from ..engine.reading import CodeReader, is_zeros
+from ..engine.reading import CodeReader, is_zeros, nodes_before
 from ..engine.report import Report
 from ..engine.rewrite import emit, reported
 
@@ -60,15 +59,10 @@ def _is_like_a_loss(node: fx.Node) -> bool:
     for total in product.args:
         reduction = calls(total, "sum") or calls(total, "mean")
         if reduction and reduction.args[1] is None and calls(reduction.args[0], "mul"):
-            return any(calls(before, "topk") for before in _before(reduction.args[0]))
+            return any(
+                calls(before, "topk") for before in nodes_before(reduction.args[0], FURTHEST)
+            )
     return False
-
-
-def _before(node: fx.Node) -> Iterator[fx.Node]:
-    nodes = [node]
-    for _ in range(FURTHEST):
-        nodes = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes))
-        yield from nodes
 
 
 def _replace(loss: fx.Node, state: GraphState) -> fx.Node:
