@@ -212,6 +212,11 @@ def varlen_attention_backward(call: Any) -> Any:
     )
 
 
+def scale_of(call: Any) -> float:
+    """Return the factor of a call's scores."""
+    return call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+
+
 class _DocumentAttention:
     """The tensors of the definition, and its scores.
 
@@ -224,7 +229,7 @@ class _DocumentAttention:
     def __init__(self, call: Any) -> None:
         self.call, self.heads = call, call.key.shape[1]
         self.dtype = widened(call.query).dtype
-        self.scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self.scale = scale_of(call)
         self.inside, is_key, self.visible = self._seen()
         self.query = self.grouped(call.query)
         self.key, self.value = (

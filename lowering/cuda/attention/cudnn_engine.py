@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.tensors import next_power_of_2
+from ....ops.attention.varlen_attention import scale_of
+from ...common.tensors import cdiv, next_power_of_2
 from ..launch import launch, on_nvidia
 from .flash_engine import DTYPES
-from .varlen_kernels import MOST_COLUMNS
+from .varlen_kernels import MOST_COLUMNS, documents_of
 
 # Heads of Hopper; those of other GPUs are smaller.
 MOST_ELSEWHERE = 128
@@ -239,13 +240,13 @@ def _build(cudnn: Any, shape: _Shape) -> tuple[Any, int]:
 def documents(call: Any, rows: list[Tensor], M: int) -> tuple[Tensor, Tensor]:
     """Return the numbers of queries and of keys of M documents, (2, M), and their offsets in eight
     tensors, (8, M + 1). Those behind the call's own documents are empty."""
-    cu_seqlens = call.cu_seqlens.contiguous()
+    cu_seqlens, own, _ = documents_of(call)
     lengths = torch.empty(2, M, dtype=torch.int32, device=cu_seqlens.device)
     offsets = torch.empty(8, M + 1, dtype=torch.int64, device=cu_seqlens.device)
     BLOCK = min(1024, next_power_of_2(M + 1))
     launch(
-        _documents_kernel, (-(-(M + 1) // BLOCK),), call.query,
-        cu_seqlens, None if call.lengths is None else call.lengths.contiguous(),
+        _documents_kernel, (cdiv(M + 1, BLOCK),), call.query,
+        cu_seqlens, own,
         lengths[0], lengths[1], offsets, cu_seqlens.shape[0] - 1, call.query.shape[0], M,
         *(x.stride(0) for x in rows), BLOCK=BLOCK,
     )  # fmt: skip
@@ -260,9 +261,9 @@ def _run(call: Any, tensors: dict[_Uid, Tensor], is_backward: bool) -> None:
     longest = min(call.max_seqlen, T)
     shape = _Shape(
         query.dtype, query.device.index, next_power_of_2(max(N, 1)),
-        next_power_of_2(max(longest, 128)), -(-T // TOKENS) * TOKENS, H, key.shape[1], D,
+        next_power_of_2(max(longest, 128)), cdiv(T, TOKENS) * TOKENS, H, key.shape[1], D,
         value.shape[-1], tuple((x.stride(0), x.stride(1)) for x in rows),
-        D**-0.5 if call.scale is None else float(call.scale), call.window_left, call.window_right,
+        scale_of(call), call.window_left, call.window_right,
         is_backward, is_backward and torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     with torch.cuda.device(query.device):

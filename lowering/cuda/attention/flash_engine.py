@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops.attention.varlen_attention import scale_of
 from ...common.tensors import unit_stride
 from ..launch import on_nvidia
 from .varlen_kernels import MOST_COLUMNS
@@ -35,8 +36,8 @@ def _options(call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     left, right = (None if n < 0 else n for n in (call.window_left, call.window_right))
     is_causal = left is None and right == 0
     window = {} if is_causal else {"window_size_left": left, "window_size_right": right}
-    scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    return (bounds, bounds, longest, longest, 0.0, is_causal), {"scale": scale, **window}
+    named = {"scale": scale_of(call), **window}
+    return (bounds, bounds, longest, longest, 0.0, is_causal), named
 
 
 def forward(call: Any, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

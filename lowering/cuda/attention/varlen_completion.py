@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common.tensors import cdiv, next_power_of_2
 from ..launch import launch
-from .varlen_kernels import LN2, LOG2E, Launches, first_token
+from .varlen_kernels import LN2, LOG2E, documents_of, first_token
 
 # Tokens of a program.
 TOKENS = 64
@@ -105,11 +105,10 @@ def holes_of(call: Any) -> Tensor | None:
     """Return a tensor of one int32, 1 if key_mask hides a key of a document; None without it."""
     if call.key_mask is None:
         return None
-    launches = Launches(call)
-    holes = torch.zeros(1, dtype=torch.int32, device=call.query.device)
+    T, holes = call.query.shape[0], torch.zeros(1, dtype=torch.int32, device=call.query.device)
     launch(
-        _varlen_holes_kernel, (cdiv(launches.T, 1024),), launches.query,
-        *launches.documents(holes), launches.count, launches.T, BLOCK_M=1024,
+        _varlen_holes_kernel, (cdiv(T, 1024),), call.query,
+        *documents_of(call), holes, call.cu_seqlens.shape[0] - 1, T, BLOCK_M=1024,
     )  # fmt: skip
     return holes
 
@@ -121,10 +120,10 @@ def complete(call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool =
     those of keys. If a document is longer than max_seqlen, all numbers are NaN.
     """
     T, heads, E = y.shape
+    cu_seqlens, lengths, _ = documents_of(call)
     launch(
         _varlen_complete_kernel, (cdiv(T, TOKENS), heads), y,
-        y, lse, None if lse is None else call.sinks, call.cu_seqlens.contiguous(),
-        None if call.lengths is None else call.lengths.contiguous(),
+        y, lse, None if lse is None else call.sinks, cu_seqlens, lengths,
         call.cu_seqlens.shape[0] - 1, T, E, call.max_seqlen, *y.stride()[:2],
         None if call.window_left < 0 else call.window_left,
         OF_KEYS=of_keys, BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), BLOCK_DOCUMENTS=128,

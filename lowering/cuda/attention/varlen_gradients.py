@@ -14,6 +14,7 @@ from ..launch import launch
 from .varlen_kernels import (
     LOG2E,
     Launches,
+    documents_of,
     is_key_of,
     is_seen,
     keys_of_tile,
@@ -285,7 +286,7 @@ def backward(
     launches = Launches(call)
     delta = delta_of(call, dsinks, holes if only_holes else None)
     strided = (unit_stride(call.dy), launches.query, launches.key, launches.value)
-    tensors = (*strided, *launches.documents(holes), call.lse.contiguous(), delta)
+    tensors = (*strided, *documents_of(call), holes, call.lse.contiguous(), delta)
     if dquery is not None:
         launches.launch(
             "query", _varlen_query_gradient_kernel,

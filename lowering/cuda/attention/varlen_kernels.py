@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.tensors import next_power_of_2, unit_stride
+from ....ops.attention.varlen_attention import scale_of
+from ...common.attention.neighborhood_attention import LN2, LOG2E
+from ...common.tensors import contiguous, next_power_of_2, unit_stride
 from ...common.triton_math import LOWEST
 from ..launch import launch, on_nvidia
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -266,6 +265,14 @@ def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
     return VarlenTiles(64, 64, 4, 2)
 
 
+def documents_of(call: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return cu_seqlens, lengths and key_mask as kernels take them: contiguous, and bytes for a
+    mask."""
+    mask = contiguous(call.key_mask)
+    as_bytes = None if mask is None else mask.view(torch.uint8)
+    return call.cu_seqlens.contiguous(), contiguous(call.lengths), as_bytes
+
+
 class Launches:
     """The arguments that the kernels of a call share."""
 
@@ -274,22 +281,14 @@ class Launches:
         self.T, self.H, self.D = call.query.shape
         self.key_heads, self.E = call.value.shape[1:]
         self.count = call.cu_seqlens.shape[0] - 1
-        self.scale = self.D**-0.5 if call.scale is None else call.scale
+        self.scale = scale_of(call)
         self.query, self.key, self.value = map(unit_stride, (call.query, call.key, call.value))
-        self.cu_seqlens = call.cu_seqlens.contiguous()
-        self.lengths = None if call.lengths is None else call.lengths.contiguous()
-        self.key_mask = None
-        if call.key_mask is not None:
-            self.key_mask = call.key_mask.contiguous().view(torch.uint8)
         self.window = tuple(
             None if bound < 0 else bound for bound in (call.window_left, call.window_right)
         )
         # The default of `torch.set_float32_matmul_precision` is "highest".
         exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(self.query)
         self.precision = "ieee" if exact else "tf32"
-
-    def documents(self, holes: Tensor | None) -> tuple[Tensor | None, ...]:
-        return self.cu_seqlens, self.lengths, self.key_mask, holes
 
     def launch(
         self, kind: str, kernel: Any, tensors: tuple[Tensor | None, ...],
@@ -317,5 +316,5 @@ def forward(
     there are no holes."""
     launches = Launches(call)
     strided = (launches.query, launches.key, launches.value, y)
-    tensors = (*strided[:3], *launches.documents(holes), call.sinks, y, lse)
+    tensors = (*strided[:3], *documents_of(call), holes, call.sinks, y, lse)
     launches.launch("forward", _varlen_forward_kernel, tensors, strided, only_holes)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from .... import library
+from ....ops.attention.varlen_attention import scale_of
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_HEADS, MOST_DOCUMENTS, MOST_TOKENS = 256, 1024, 2**20
@@ -97,10 +98,6 @@ def _mask_options(call: Any) -> dict[str, Any]:
     return {**mask, "sparse_mode": 4, "pre_tockens": before, "next_tockens": after}
 
 
-def _scale(call: Any) -> float:
-    return call.query.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-
-
 @torch.no_grad()
 def _by_definition(name: str, call: Any) -> Any:
     return library.OPS[name].definition(*call)
@@ -118,7 +115,12 @@ def forward(call: Any) -> Any:
     for tokens, options in _pieces(call):
         inputs = (x[tokens].contiguous() for x in (call.query, call.key, call.value))
         result, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-            *inputs, call.query.shape[1], "TND", scale=_scale(call), softmax_layout="TND", **options
+            *inputs,
+            call.query.shape[1],
+            "TND",
+            scale=scale_of(call),
+            softmax_layout="TND",
+            **options,
         )
         y[tokens] = result
         lse[:, tokens] = (largest + total.log())[..., 0].t()
@@ -147,7 +149,7 @@ def backward(call: Any) -> Any:
         lse = call.lse[:, tokens].t().unsqueeze(-1).expand(-1, -1, REPEATED).contiguous()
         results = torch.ops.npu.npu_fusion_attention_grad(
             *inputs, call.query.shape[1], "TND", softmax_max=lse, softmax_sum=torch.ones_like(lse),
-            attention_in=call.y[tokens].contiguous(), scale_value=_scale(call),
+            attention_in=call.y[tokens].contiguous(), scale_value=scale_of(call),
             softmax_layout="TND", **options,
         )  # fmt: skip
         for gradient, result in zip(gradients, results[:3], strict=True):
