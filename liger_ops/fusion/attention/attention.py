@@ -5,9 +5,9 @@ own in the registries of attention and mask functions, and writes their names in
 They call the fastest engine for the masks that it takes, and the model's own functions otherwise. A
 probe finds out whether the model's own attention code has sinks or a soft cap.
 
-The model that makes the masks also gets a class of its own. Its forward does not look for packed
-documents in position_ids that it made itself, and a copy in another process, which creates the
-class again, registers the names there.
+The model that makes the masks also gets a class of its own. Its forward looks for packed documents
+in position_ids that it is given, and not in those that it makes itself; and a copy in another
+process, which creates the class again, registers the names there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..layers.rebinding import global_names
 from ..planning import FusionPlan
 from ..probing import DEVICE, NotAnOp, undisturbed
 from ..versions import read
-from .attention_function import attention_function, mask_function
-from .attention_positions import CAUSAL, makes_positions, without_looking_at_positions
+from .attention_function import attention_function, documents_function, mask_function
+from .attention_positions import CAUSAL, makes_positions, reading_positions, takes_positions
 
 # Different sizes, so that no two axes can be confused.
 BATCH, HEADS, KEY_HEADS, LENGTH, SIZE = 2, 6, 3, 5, 4
@@ -133,12 +133,14 @@ class AttentionFacts(NamedTuple):
     Attributes:
         source: the Python module with the model's own attention code, or "" if it had "sdpa".
         adds: the addition of that code to softmax attention: "sinks", "softcap" or "".
+        reads_positions: whether its forward can be copied to read position_ids.
         makes_positions: the inputs for which the model makes consecutive position_ids if it is
             given none.
     """
 
     source: str
     adds: str
+    reads_positions: bool
     makes_positions: tuple[str, ...]
 
     @property
@@ -162,7 +164,9 @@ def _look(plan: FusionPlan, name: str, module: nn.Module) -> None:
         return
     if not is_pretrained(module):
         raise NotAnOp("it is not a PreTrainedModel")
-    facts = AttentionFacts(*_source(module), makes_positions(module, cls.forward))
+    reads = takes_positions(cls.forward)
+    inputs = makes_positions(module, cls.forward) if reads else ()
+    facts = AttentionFacts(*_source(module), reads, inputs)
     options = {"implementation": facts.original, "adds": facts.adds}
     plan.fuse(name, module, KIND, options)
     plan.changes.append(functools.partial(_apply, module, facts))
@@ -176,13 +180,18 @@ def _apply(module: Any, facts: AttentionFacts) -> None:
 
 @classes.kind(KIND)
 def methods(base: Any, facts: AttentionFacts) -> dict[str, Callable[..., Any]]:
-    _register(facts)
-    inputs = facts.makes_positions
-    return {"forward": without_looking_at_positions(base.forward, inputs)} if inputs else {}
+    documents, is_tracing = _register(facts)
+    if not facts.reads_positions:
+        return {}
+    options = (facts.makes_positions, facts.name, documents, is_tracing)
+    return {"forward": reading_positions(base.forward, *options)}
 
 
-def _register(facts: AttentionFacts) -> None:
-    """Write the attention and mask functions of a model into transformers' registries."""
+def _register(facts: AttentionFacts) -> tuple[Callable[..., Any], Callable[[Tensor], bool]]:
+    """Write the attention and mask functions of a model into transformers' registries.
+
+    Return the mask function of documents for it, and transformers' is_tracing.
+    """
     from transformers import masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -199,14 +208,18 @@ def _register(facts: AttentionFacts) -> None:
             return getattr(file, EAGER_FUNCTION)
         return ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    def current_mask() -> Any:
+        return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[facts.original]
+
     options: dict[str, Any] = {
         "causal_is_none": not facts.source, "gives_means": facts.adds == "softcap",
-        "current": lambda: masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[facts.original],
+        "current": current_mask,
     }  # fmt: skip
     ALL_ATTENTION_FUNCTIONS.register(facts.name, attention_function(attention, facts.adds, current))
     masking_utils.AttentionMaskInterface.register(
         facts.name, mask_function(mask, masking_utils.is_tracing, **options)
     )
+    return documents_function(mask, current_mask), masking_utils.is_tracing
 
 
 def _source(module: Any) -> tuple[str, str]:

@@ -99,28 +99,29 @@ def _rows(elements: int) -> int | None:
     return None if torch.compiler.is_compiling() else max(1, ELEMENTS // elements)
 
 
-def dense(mask: BlockMask | Documents, length: int) -> Tensor:
+def dense(mask: BlockMask | Documents, batch: int, length: int) -> Tensor:
     """Return the boolean mask (batch, 1, length, length) of a block mask from `block_mask`, or of
     documents."""
     if isinstance(mask, Documents):
-        return _dense_documents(mask, length)
-    device, batch = mask.kv_num_blocks.device, mask.kv_num_blocks.shape[0]
-    b, q = (torch.arange(n, device=device) for n in (batch, length))
+        return _dense_documents(mask, batch, length)
+    device = mask.kv_num_blocks.device
+    b, q = (torch.arange(n, device=device) for n in (mask.kv_num_blocks.shape[0], length))
     visible = mask.mask_mod(b[:, None, None, None], b.new_zeros(1, 1, 1, 1), q[:, None], q[None, :])
     if isinstance(mask, AnnotatedBlockMask) and mask.unseen is not None:
         visible = visible & ~mask.unseen[:, None, :, None]
     return visible.expand(batch, 1, length, length)
 
 
-def _dense_documents(documents: Documents, length: int) -> Tensor:
-    q = torch.arange(length, device=documents.cu_seqlens.device)
-    visible = q <= q[:, None]
+def _dense_documents(documents: Documents, batch: int, length: int) -> Tensor:
+    tokens = torch.arange(batch * length, device=documents.cu_seqlens.device)
+    document = torch.searchsorted(documents.cu_seqlens, tokens, right=True).view(batch, 1, -1, 1)
+    q = tokens[:length]
+    visible = (document == document.mT) & (q <= q[:, None])
     if documents.window_left >= 0:
         visible = visible & (q >= q[:, None] - documents.window_left)
-    # Its rows are the batch's: the tokens between two documents of padding are a row's own.
-    if documents.key_mask is None:
-        return visible.expand(documents.cu_seqlens.shape[0] - 1, 1, length, length)
-    return visible & documents.key_mask.view(-1, 1, 1, length)
+    if documents.key_mask is not None:
+        visible = visible & documents.key_mask.view(batch, 1, 1, length)
+    return visible
 
 
 # PyTorch's own function, which context_parallel replaces.
@@ -164,7 +165,7 @@ def attention_function(
             ):
                 operands = (query, key, value, attention_mask, scaling, sinks, softcap)
                 return _attention(*operands), None
-            attention_mask = dense(attention_mask, query.shape[2])
+            attention_mask = dense(attention_mask, query.shape[0], query.shape[2])
             if adds:
                 zero, low = torch.zeros_like(query[:1, :1, :1, :1]), torch.finfo(query.dtype).min
                 attention_mask = torch.where(attention_mask, zero, low)
@@ -303,6 +304,26 @@ def mask_function(
         return _make_block_mask(given, _padded(given["mask_function"], padding), gives_means)
 
     return mask
+
+
+def documents_function(
+    original: Callable[..., Any], current: Callable[[], Any]
+) -> Callable[..., Documents | None]:
+    """Return a mask function that returns the rows of a batch without padding as documents, if its
+    mask is causal or a causal window and `mask_function` would make it, or else None."""
+
+    def documents(*args: Any, **given: Any) -> Documents | None:
+        is_made = not args and current() is original and has_engine(**given)
+        if (
+            not is_made
+            or not _fits_flex_attention(given)
+            or given.get("attention_mask") is not None
+        ):
+            return None
+        size = _size_of_window(given)
+        return None if size is None else _documents(given, None, size)
+
+    return documents
 
 
 def _fits_flex_attention(given: dict[str, Any]) -> bool:

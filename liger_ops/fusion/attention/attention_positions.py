@@ -1,9 +1,11 @@
-"""Models that make consecutive position_ids if they are given none.
+"""The position_ids of a model, in which transformers looks for packed documents.
 
-transformers reads position_ids to find packed documents. While it is traced it cannot read them,
-and adds a mask of documents in any case. Position_ids that a model makes itself hold no packed
-documents: its forward is traced without data, and the positions that it passes to the mask
-functions are proved consecutive.
+While it is traced transformers cannot read them, and adds a mask of documents in any case.
+Position_ids that a model makes itself if it is given none hold no packed documents: its forward is
+traced without data, and the positions that it passes to the mask functions are proved consecutive.
+
+Position_ids that it is given become the documents of varlen_attention. The mask is made as it would
+be without them: if that is causal, or a causal window, each document takes the place of a row.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...rewrites.attention.documents import Documents, packed_rows
+from ...rewrites.attention.mask.blocks import called
 from ...rewrites.attention.mask.evaluate import IndexFunctions
 from ...rewrites.engine.maps.algebra import Affine, Unknown, index
-from ..layers.rebinding import opaque, rebound, wrapped
+from ..layers.rebinding import chain_to, opaque, rebound, wrapped
 from ..probing import undisturbed
 from ..trace import Trace
 
@@ -30,12 +34,15 @@ INPUTS = ("input_ids", "inputs_embeds")
 BATCH, LENGTHS = 2, (4, 9)
 
 
+def takes_positions(forward: Any) -> bool:
+    """Return whether a forward takes position_ids, and `reading_positions` can copy it."""
+    return "position_ids" in inspect.signature(forward).parameters and not opaque(wrapped(forward))
+
+
 def makes_positions(model: Any, forward: Any) -> tuple[str, ...]:
     """Return the inputs with which a forward's masks are of one document if it is given no
-    position_ids. () if `without_looking_at_positions` cannot copy the forward."""
+    position_ids."""
     names = inspect.signature(forward).parameters
-    if "position_ids" not in names or opaque(wrapped(forward)):
-        return ()
     return tuple(
         name
         for name in INPUTS
@@ -90,9 +97,27 @@ class _WithoutData:
         return x
 
 
-def without_looking_at_positions(forward: Any, inputs: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a forward whose masks are made without its own position_ids in calls whose only
-    tensors are these inputs and an attention_mask."""
+def reading_positions(
+    forward: Any, inputs: tuple[str, ...], name: str, documents: Callable[..., Any],
+    is_tracing: Callable[[Tensor], bool],
+) -> Callable[..., Any]:  # fmt: skip
+    """Return a forward that reads the position_ids that it is given as documents.
+
+    Args:
+        forward: that of the model.
+        inputs: those with which alone the position_ids that it makes are consecutive. In such
+            calls the masks are made without them.
+        name: that of the implementation that its masks are made for.
+        documents: the mask function of `documents_function`.
+        is_tracing: transformers' function that says whether a tensor's data cannot be read.
+    """
+
+    def with_documents(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+        return _with_documents(make_mask, name, documents, is_tracing)
+
+    reading = rebound(forward, dict.fromkeys(CAUSAL, with_documents))
+    if not inputs:
+        return reading
     harmless = ("self", *inputs, "attention_mask")
     names = list(inspect.signature(forward).parameters)
     others = [(position, name) for position, name in enumerate(names) if name not in harmless]
@@ -102,10 +127,53 @@ def without_looking_at_positions(forward: Any, inputs: tuple[str, ...]) -> Calla
     def chosen(*args: Any, **kwargs: Any) -> Any:
         given = [args[i] if i < len(args) else kwargs.get(name) for i, name in others]
         looks = any(isinstance(value, Tensor) for value in given)
-        return (forward if looks else consecutive)(*args, **kwargs)
+        return (reading if looks else consecutive)(*args, **kwargs)
 
     return chosen
 
 
 def _without_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **given: make_mask(*args, **{**given, "position_ids": None})
+
+
+# The table of mask functions that transformers' functions read, and their arguments. With another
+# argument a mask may hide or show more than the documents do.
+TABLE = "ALL_MASK_ATTENTION_FUNCTIONS"
+ARGUMENTS = {"config", "inputs_embeds", "position_ids", "cache_position"}
+
+
+def _with_documents(
+    make_mask: Any, name: str, documents: Callable[..., Any], is_tracing: Callable[[Tensor], bool]
+) -> Callable[..., Any]:
+    """Return a function that makes masks as `make_mask` does, but those of documents by number."""
+    if not chain_to(make_mask, TABLE) or opaque(wrapped(make_mask)):
+        return make_mask
+    by_rows = rebound(make_mask, {TABLE: lambda _: {name: documents}})
+
+    def make(*args: Any, **given: Any) -> Any:
+        positions, inputs = given.get("position_ids"), given.get("inputs_embeds")
+        others = [value for key, value in given.items() if key not in ARGUMENTS]
+        if (
+            args
+            or inputs is None
+            or not _are_positions(positions)
+            or any(value is not None for value in others)
+        ):
+            return make_mask(*args, **given)
+        begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+        without = {**given, "position_ids": None}
+        if not is_tracing(begins) and not begins.any():
+            return make_mask(**without)
+        rows = by_rows(**without)
+        if not isinstance(rows, Documents):
+            return make_mask(**given)
+        batch, length = inputs.shape[:2]
+        packed = packed_rows(called, begins.expand(batch, length), batch, length)
+        return packed._replace(window_left=rows.window_left)
+
+    return make
+
+
+def _are_positions(positions: Any) -> bool:
+    # Narrower numbers may pass their largest between two tokens.
+    return isinstance(positions, Tensor) and positions.dim() == 2 and positions.dtype == torch.int64

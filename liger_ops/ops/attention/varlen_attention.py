@@ -49,10 +49,15 @@ def varlen_attention(
     Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
     sum in float32. The softmax is therefore rounded to that dtype before its product with value.
 
-    No kernel of a GPU waits for the device, and no tensor of T * T elements is made: y and lse are
-    stored, and the backward computes the softmax again. The documents are read on the device, so
-    other documents need no compilation. The definition, which runs on a CPU, for float64 and under
-    `torch.func`, holds all scores, H * T * T numbers.
+    On a GPU no tensor of T * T elements is made: y and lse are stored, and the backward computes
+    the softmax again. The documents are read on the device, so other documents need no compilation.
+    The definition, which runs on a CPU, for float64 and under `torch.func`, holds all scores,
+    H * T * T numbers.
+
+    cu_seqlens may have room for more documents than there are, with empty ones behind the last, and
+    max_seqlen for longer ones. From 64 documents on whose number times max_seqlen is more than
+    8 * T, the host waits for the device and looks how many there are and how long, once for all
+    calls with the same tensor cu_seqlens. It does not look while a CUDA graph is recorded.
 
     On a GPU an engine computes it. All give the same numbers within their rounding:
 
@@ -65,9 +70,10 @@ def varlen_attention(
     * "flash": PyTorch's own FlashAttention 2, on NVIDIA GPUs for float16 and bfloat16, heads of
       multiples of 8 of the same size for key and value, and neither lengths nor softcap.
     * "auto": LIGER_OPS_ATTENTION of the environment, if that names an engine; otherwise "cudnn" for
-      documents of 2048 tokens or more, by max_seqlen, without a window or with one of 1024 or more;
-      "flash" for heads of more than 128; and "triton", which also stands in for an engine that is
-      not installed, or does not take the call. These are the fastest on an H200.
+      documents of 512 tokens or more, by max_seqlen, and of 128 or more on average, without a
+      window or with one of 512 or more; "flash" for heads of more than 128; and "triton", which
+      also stands in for an engine that is not installed, or does not take the call. These are the
+      fastest on an H200, or within 3% of it.
 
     An engine that was asked for and does not take a call, or one that fails, is replaced by
     "triton", with one warning that names it and the reason. The backward of "cudnn" and "flash" has

@@ -12,17 +12,23 @@ from torch import Tensor
 
 from .... import library
 from ....ops.attention.varlen_attention import ENGINES
+from ...common.tensors import next_power_of_2
 from . import cudnn_engine, flash_engine, varlen_gradients, varlen_kernels
+from .varlen_bounds import bounded
 from .varlen_completion import complete, holes_of
 
 VARIABLE = "LIGER_OPS_ATTENTION"
 # Forward and backward on an H200, causal, bfloat16, TFLOP/s of visible pairs by cuDNN, by
-# FlashAttention 2 and by the kernels of this package, 32 heads of 128 and 8 of keys: 4 documents of
-# 4096 tokens 418, 267, 313; 10 of 64 to 3779 tokens 318, 225, 270; 2 of 8192 with a window of 4096
-# 445, 272, 337; 16 of 1024 184, 177, 211; 64 of 256 56, 66, 72; 8 of 2048 with a window of 128, 64
-# heads of 64 41, 52, 63; 4 of 4096 with a window of 512, 4 heads of 256 61, 96, 55.
-LONG, WIDE_WINDOW = 2048, 1024
+# FlashAttention 2 and by the kernels of this package, 32 heads of 128 and 8 of keys unless said: 4
+# documents of 4096 tokens 465, 276, 339; 10 of 64 to 3779 tokens 389, 244, 293; 32 of 512 195, 135,
+# 160; 2 of 8192 with a window of 4096 500, 283, 355; 4 of 4096 with a window of 512, 4 heads of 256
+# and 1 of keys 196, 163, 67; 8 of 2048 with a window of 128, 64 heads of 64 and 8 of keys 82, 64,
+# 89 (`python -m liger_ops.bench.steps.attention`).
+LONG, WIDE_WINDOW = 512, 512
 LARGE_HEADS = 128
+# Tokens for each document of a plan of cuDNN, which is for a power of 2 of them. Its time for
+# tokens that no document has, up to the longest, is then less than what it saves.
+TOKENS_OF_DOCUMENT = 128
 
 
 class _Engine(NamedTuple):
@@ -68,10 +74,15 @@ def engines(call: Any) -> Iterator[str]:
 
 def _fastest(call: Any) -> list[str]:
     """Return the engines that are faster for a call than the kernels of this package."""
-    if max(call.query.shape[-1], call.value.shape[-1]) > LARGE_HEADS:
-        return ["flash"]
+    count = next_power_of_2(max(call.cu_seqlens.shape[0] - 1, 1))
+    is_long = min(call.max_seqlen, call.query.shape[0]) >= LONG
     is_wide = call.window_left < 0 or call.window_left >= WIDE_WINDOW - 1
-    return ["cudnn"] if is_wide and call.max_seqlen >= LONG else []
+    order = []
+    if is_long and is_wide and count * TOKENS_OF_DOCUMENT <= call.query.shape[0]:
+        order.append("cudnn")
+    if max(call.query.shape[-1], call.value.shape[-1]) > LARGE_HEADS:
+        order.append("flash")
+    return order
 
 
 def _warn(name: str, reason: str) -> None:
@@ -110,12 +121,15 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     y, lse = library.allocate("varlen_attention_forward", call)
     if y.numel() == 0:
         return y, lse
+    call, end = bounded(call)
     holes = holes_of(call)
     results = _by_others(call, lambda engine: engine.forward(call, y, lse))
     if results is None:
         varlen_kernels.forward(call, y, lse, holes)
+        if end is not None:
+            complete(call._replace(sinks=None), y, lse, end=end)
         return y, lse
-    complete(call, *results)
+    complete(call, *results, end=end)
     if holes is not None:
         # No engine of others knows key_mask. Whether it has holes is known on the device, where the
         # programs of this kernel end at once without them.
@@ -129,6 +143,7 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     *gradients, dsinks = outputs
     if call.dy.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
+    call, _ = bounded(call)
     holes, results = holes_of(call), None
     if any(gradient is not None for gradient in gradients):
         results = _by_others(call, lambda engine: engine.backward(call, *gradients))

@@ -62,7 +62,7 @@ def test_blocks(name: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(found.to_dense().expand(BATCH, 1, -1, -1), expected.to_dense())
         b, q, k = (torch.arange(n) for n in (BATCH, length, length))
         mask = visible(b[:, None, None, None], b[:1], q[:, None], k)
-        assert torch.equal(dense(found, length), mask.expand(rows, 1, length, length))
+        assert torch.equal(dense(found, rows, length), mask.expand(rows, 1, length, length))
 
 
 def test_no_dense_mask_is_stored_when_compiled() -> None:

@@ -206,7 +206,9 @@ def test_attention_weights_are_those_of_the_model() -> None:
 
 
 def test_names_of_two_codes_differ() -> None:
-    names = {attention.AttentionFacts(source, "", ()).name for source in ("", "a.flash", "b")}
+    names = {
+        attention.AttentionFacts(source, "", False, ()).name for source in ("", "a.flash", "b")
+    }
     assert len(names) == 3
     assert not any("flash" in name for name in names)
 

@@ -21,7 +21,7 @@ import liger_ops
 import op_checks
 import simulated_npu
 from liger_ops import library
-from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention
+from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention, varlen_bounds
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_IMPLEMENTATION, FOLDERS, INF, NAN
 from simulated_npu import to_cpu, to_npu
@@ -338,13 +338,13 @@ def test_the_engine_that_is_fastest(use: Use, monkeypatch: pytest.MonkeyPatch) -
     use("flash")
 
     def chosen(**more: Any) -> list[str]:
-        return list(
-            varlen_attention.engines(call_of(1, ints(0, 1), **{"max_seqlen": 2048, **more}))
-        )
+        options = {"max_seqlen": 512, "documents": ints(0, *[9] * 4), **more}
+        return list(varlen_attention.engines(call_of(512, **options)))
 
-    assert chosen() == ["cudnn"] and chosen(max_seqlen=2047) == []
-    assert chosen(width=136) == ["flash"] == chosen(max_seqlen=9, E=136)
-    assert chosen(window_left=1023) == ["cudnn"] and chosen(window_left=1022) == []
+    assert chosen() == ["cudnn"] and chosen(max_seqlen=511) == []
+    assert chosen(documents=ints(0, *[9] * 5)) == []
+    assert chosen(width=136) == ["cudnn", "flash"] and chosen(max_seqlen=9, E=136) == ["flash"]
+    assert chosen(window_left=511) == ["cudnn"] and chosen(window_left=510) == []
     for name, engines in (("triton", []), ("cudnn", ["cudnn"]), ("flash", ["flash"])):
         assert chosen(engine=name) == engines
         monkeypatch.setenv(varlen_attention.VARIABLE, name)
@@ -421,6 +421,38 @@ def test_a_document_longer_than_max_seqlen_is_nan_by_an_engine(use: Use) -> None
     assert run("cuda", call)[0].isnan().all()
     assert run("cuda", call._replace(max_seqlen=6))[0].isfinite().all()
     assert run("cuda", call._replace(engine="triton"))[0].isfinite().all()
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("engine", ["triton", "cudnn"])
+def test_room_for_more_documents(use: Use, engine: str) -> None:
+    """A document for each token, as `rewrites.attention.documents` gives them; the layers that
+    share them look once, and see what changes them."""
+    if DEVICE == "cpu":
+        use("cudnn")
+    T, dtype = 80, torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    looks = len(varlen_bounds._found)
+    room = ints(0, 3, 40, *[T] * (T - 2))
+    has_lengths = {"lengths": ints(3, 30, *[9] * (T - 2))} if engine == "triton" else {}
+    for ends in ((3, 40), (50, 60)):
+        room[1], room[2] = ends
+        lengths = ints(3, ends[1] - ends[0], T - ends[1])
+        call = call_of(
+            T, room, T, width=16, dtype=dtype, engine=engine, sinks=torch.ones(2).to(DEVICE)
+        )
+        tight = call._replace(cu_seqlens=room[:4].clone())
+        dy = torch.randn_like(call.query)
+        if has_lengths:
+            call = call._replace(lengths=torch.cat((lengths, room[3:-1] * 0)))
+            tight = tight._replace(lengths=lengths)
+        for one, other in zip(run("cuda", call), run("cuda", tight), strict=True):
+            assert torch.equal(one, other)
+        pairs = zip(gradients("cuda", call, dy), gradients("cuda", tight, dy), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert len(varlen_bounds._found) == looks + 1
+    # Memory that is written without PyTorch.
+    room.data[3] = 70
+    assert run("cuda", call._replace(lengths=None))[0].isnan().all()
 
 
 def test_cudnn_reads_tensors_by_their_strides() -> None:

@@ -1,0 +1,166 @@
+"""Packed documents: a condition that a query sees a key only within its own document.
+
+transformers numbers the documents of a row by position_ids, and shows a query the keys that have
+its number:
+
+    begins = diff(position_ids) != 1
+    number = cumsum(begins)
+    visible = number[b, i] == number[b, j] and ...
+
+A running count of booleans never falls, so the tokens of a document are neighbours, and `begins`
+says where each begins. Numbers that are an input prove nothing of the kind. Within a document
+position_ids rise by 1 from token to token: position_ids[b, i] - position_ids[b, j] is i - j there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ...engine.canonical import arguments, is_tensor, operation, value
+from ...engine.maps.algebra import (
+    Affine,
+    And,
+    Condition,
+    Datum,
+    NonNegative,
+    Not,
+    Unknown,
+    affine,
+    always_true,
+    at_least,
+    conjunction,
+    data_of,
+    index,
+    negation,
+    same,
+    substitute,
+)
+from .blocks import KEYS, QUERIES
+from .evaluate import Scope
+
+KEY, QUERY = index(KEYS), index(QUERIES)
+
+
+class Packing(NamedTuple):
+    """The documents within which a condition shows keys to queries.
+
+    Attributes:
+        begins: the condition that token j of row b begins a document; the first of a row does too.
+        within: what is asked of a query and a key of one document, the key no later than the query.
+    """
+
+    begins: Condition
+    within: Condition
+
+
+def packing(condition: Condition, scope: Scope) -> Packing | None:
+    """Return the documents beyond which a causal condition shows no key; None without a proof."""
+    parts = conjuncts(condition)
+    for part in parts:
+        # For a key that is no later, its number >= the query's says that they are the same.
+        difference = _difference(part)
+        if difference is None or not same(difference[0].indices[1], KEY):
+            continue
+        number = difference[0]
+        begins = _counted(number.node)
+        rest = [part for part in parts if not _compares(part, number.node)]
+        if begins is None or any(
+            number.node is datum.node for part in rest for datum in data_of(part)
+        ):
+            continue
+        is_first = affine(0, {}, {Datum(begins, (number.indices[0], KEY)): 1})
+        rises = _rising(begins, number.indices[0], scope)
+        within = (_by_index(part, rises) for part in rest)
+        return Packing(at_least(is_first, affine(1)), functools.reduce(conjunction, within, True))
+    return None
+
+
+def conjuncts(condition: Condition) -> list[Condition]:
+    """Return the conditions that must all hold for `condition` to."""
+    if isinstance(condition, And):
+        return [*conjuncts(condition.left), *conjuncts(condition.right)]
+    return [condition]
+
+
+def _difference(part: Condition) -> tuple[Datum, Datum] | None:
+    """Return x and y of the condition x >= y for elements of one row of a matrix, at a query and at
+    a key, or None for another condition."""
+    if not isinstance(part, NonNegative) or part.value.slopes or part.value.constant != 0:
+        return None
+    by_factor = {factor: term for term, factor in part.value.terms.items()}
+    x, y = by_factor.get(1), by_factor.get(-1)
+    if len(part.value.terms) != 2 or not isinstance(x, Datum) or not isinstance(y, Datum):
+        return None
+    if x.node is not y.node or not len(x.indices) == len(y.indices) == 2:
+        return None
+    places = (x.indices[1], y.indices[1])
+    is_pair = any(
+        same(places[0], a) and same(places[1], b) for a, b in ((KEY, QUERY), (QUERY, KEY))
+    )
+    return (x, y) if is_pair and same(x.indices[0], y.indices[0]) else None
+
+
+def _compares(part: Condition, node: fx.Node) -> bool:
+    """Return whether a part compares the elements of `node` for a query and a key."""
+    difference = _difference(part)
+    return difference is not None and difference[0].node is node
+
+
+def _counted(node: fx.Node) -> fx.Node | None:
+    """Return the booleans that `node` counts along each row, or None if it counts none."""
+    if operation(node) != "cumsum" or not _is_int64(node):
+        return None
+    given = dict(zip(("input", "dim"), arguments(node), strict=False)) | node.kwargs
+    counted = given.pop("input")
+    is_matrix = is_tensor(counted, 2) and value(counted).dtype == torch.bool
+    return counted if is_matrix and given in ({"dim": -1}, {"dim": 1}) else None
+
+
+def _is_int64(node: Any) -> bool:
+    return is_tensor(node, 2) and value(node).dtype == torch.int64
+
+
+def _rising(begins: fx.Node, row: Affine, scope: Scope) -> Affine | None:
+    """Return the difference, between a query and a key of a row, of numbers that rise by 1 from
+    token to token unless the later one begins a document; None if there are none."""
+    if operation(begins) != "ne" or len(begins.args) != 2 or begins.args[1] != 1:
+        return None
+    changes = begins.args[0]
+    if not isinstance(changes, fx.Node) or operation(changes) != "diff":
+        return None
+    given = dict(zip(("input", "n", "dim", "prepend", "append"), arguments(changes), strict=False))
+    given |= changes.kwargs
+    numbers, before = given.get("input"), given.get("prepend")
+    is_of_neighbours = is_tensor(before, 2) and always_true(value(before).shape[1] == 1)
+    is_of_neighbours &= given.get("n", 1) == 1 and given.get("dim", -1) in (-1, 1)
+    # Narrower numbers may pass their largest between two tokens.
+    if not is_of_neighbours or given.get("append") is not None or not _is_int64(numbers):
+        return None
+    while begins.graph is not scope.graph and scope.outer is not None:
+        scope = scope.outer
+    try:
+        number = scope.functions.value(numbers)
+    except Unknown:
+        return None
+    if not isinstance(number, Affine):
+        return None
+    at_query, at_key = (substitute(number, {-2: row, -1: place}) for place in (QUERY, KEY))
+    return at_query - at_key
+
+
+def _by_index(part: Condition, rises: Affine | None) -> Condition:
+    """Return a condition on `rises` as one on i - j, which has the same value; others as they
+    are."""
+    if rises is None or isinstance(part, (bool, And)):
+        return part
+    if isinstance(part, Not):
+        return negation(_by_index(part.operand, rises))
+    for term, factor in rises.terms.items():
+        if times := part.value.terms.get(term):
+            by_index = part.value + (QUERY - KEY - rises).times(times * factor)
+            return at_least(by_index, affine(0))
+    return part
