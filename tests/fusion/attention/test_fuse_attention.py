@@ -155,6 +155,33 @@ def test_compiled(name: str, kind: str) -> None:
     assert sdpa is (count < 2)
 
 
+POSITIONS = {
+    "one document": torch.arange(LENGTH).expand(2, -1) + 3,
+    "all alone": torch.arange(LENGTH).flip(0).expand(2, -1),
+    "gaps": torch.arange(LENGTH).expand(2, -1) + (torch.arange(LENGTH) > 60),
+    "one row": torch.arange(LENGTH)[None] % 70,
+    "int32": (torch.arange(LENGTH) % 70).expand(2, -1).int(),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_positions(name: str, kind: str, compiled: bool, calls: list[Any]) -> None:
+    """What position_ids mean is transformers' to say; eagerly one document is causal attention."""
+    made, inputs = model(name), batch("bare") | {"position_ids": POSITIONS[kind]}
+    expected = step(made, inputs)
+    fuse_attention(made)
+    torch._dynamo.reset()
+    with blocks_everywhere():
+        call = torch.compile(made, fullgraph=True, backend="aot_eager") if compiled else made
+        assert_same(step(made, inputs, call), expected)
+    engine = attention_function.flex_attention if kind == "int32" else attention_function.attend
+    if not compiled:
+        is_causal = name == "llama" and kind == "one document"
+        assert [one.__name__ for one in calls] == [] if is_causal else [engine.__name__] * 2
+
+
 def test_lengths_change_without_recompiling() -> None:
     made = model("llama", num_hidden_layers=1)
     lengths = (LENGTH, 233)

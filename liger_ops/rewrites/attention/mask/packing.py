@@ -112,7 +112,7 @@ def _compares(part: Condition, node: fx.Node) -> bool:
 
 def _counted(node: fx.Node) -> fx.Node | None:
     """Return the booleans that `node` counts along each row, or None if it counts none."""
-    if operation(node) != "cumsum" or not _is_int64(node):
+    if operation(node) != "cumsum":
         return None
     given = dict(zip(("input", "dim"), arguments(node), strict=False)) | node.kwargs
     counted = given.pop("input")
