@@ -238,10 +238,11 @@ def test_in_autocast() -> None:
     torch.testing.assert_close(logits[1], logits[0], rtol=2**-5, atol=2**-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_dropout_takes_the_dense_mask(name: str, calls: list[Any]) -> None:
+@pytest.mark.parametrize("kind", ["left", "packed"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mistral"])
+def test_dropout_takes_the_dense_mask(name: str, kind: str, calls: list[Any]) -> None:
     """Dropout that is turned on after fuse runs in the model's own function."""
-    made, inputs = model(name), batch("left")
+    made, inputs = model(name), batch(kind)
     fuse_attention(made)
 
     def run() -> dict[str, Any]:

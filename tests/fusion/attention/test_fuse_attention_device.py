@@ -19,6 +19,9 @@ pytestmark = [
 
 # A sum of a few hundred bfloat16 numbers in another order.
 NEAR = 0.02
+# Rounding sends one of 666 tokens of Llama 4, each of which has one expert, to the other expert:
+# measured 0.07 of the experts' gradient.
+NEAR_OF_EXPERTS = 0.1
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -52,7 +55,8 @@ def test_as_near_to_truth_as_before(name: str, kind: str, compiled: bool) -> Non
     gradients, limits = of_modules(found), of_modules(before)
     for key, values in of_modules(truth).items():
         error, limit = (relative(one[key], values) for one in (gradients, limits))
-        assert error <= 2 * limit + NEAR, key
+        is_routed = name == "llama4" and "feed_forward" in key
+        assert error <= 2 * limit + (NEAR_OF_EXPERTS if is_routed else NEAR), key
 
 
 def of_modules(run: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
