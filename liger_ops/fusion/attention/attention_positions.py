@@ -151,7 +151,8 @@ def _with_documents(
     by_rows = rebound(make_mask, {TABLE: lambda _: {name: documents}})
 
     def make(*args: Any, **given: Any) -> Any:
-        positions, inputs = given.get("position_ids"), given.get("inputs_embeds")
+        positions: Any = given.get("position_ids")
+        inputs = given.get("inputs_embeds")
         others = [value for key, value in given.items() if key not in ARGUMENTS]
         if (
             args

@@ -108,7 +108,7 @@ def attend(
 
 
 class Sight(NamedTuple):
-    """What a query sees: keys of its document, no later than it and within the window.
+    """Keys that a query sees: those of its document, no later than it and within the window.
 
     Attributes:
         window_left: that of `varlen_attention`.

@@ -60,7 +60,8 @@ class MaskNodes:
         is_packed = seen.begins is not False
         kind = (seen.begins, "packed") if is_packed else (seen.of_keys, "padded")
         found = self._once(kind, mask, scope, shape, emit_rows)
-        return Documents(*(None if node is None else scope.inward(node) for node in found[:3]))
+        nodes: list[Any] = [None if node is None else scope.inward(node) for node in found[:3]]
+        return Documents(*nodes)
 
     def _once(
         self, kind: tuple[Condition, bool | str], mask: fx.Node, scope: Scope,

@@ -168,7 +168,7 @@ POSITIONS = {
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_positions(name: str, kind: str, compiled: bool, calls: list[Any]) -> None:
-    """What position_ids mean is transformers' to say; eagerly one document is causal attention."""
+    """Documents are those that transformers finds; eagerly a single one is causal attention."""
     made, inputs = model(name), batch("bare") | {"position_ids": POSITIONS[kind]}
     expected = step(made, inputs)
     fuse_attention(made)

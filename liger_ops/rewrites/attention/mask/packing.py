@@ -14,7 +14,6 @@ position_ids rise by 1 from token to token: position_ids[b, i] - position_ids[b,
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +73,10 @@ def packing(condition: Condition, scope: Scope) -> Packing | None:
             continue
         is_first = affine(0, {}, {Datum(begins, (number.indices[0], KEY)): 1})
         rises = _rising(begins, number.indices[0], scope)
-        within = (_by_index(part, rises) for part in rest)
-        return Packing(at_least(is_first, affine(1)), functools.reduce(conjunction, within, True))
+        within: Condition = True
+        for part in rest:
+            within = conjunction(within, _by_index(part, rises))
+        return Packing(at_least(is_first, affine(1)), within)
     return None
 
 
@@ -132,9 +133,10 @@ def _rising(begins: fx.Node, row: Affine, scope: Scope) -> Affine | None:
     changes = begins.args[0]
     if not isinstance(changes, fx.Node) or operation(changes) != "diff":
         return None
-    given = dict(zip(("input", "n", "dim", "prepend", "append"), arguments(changes), strict=False))
+    names = ("input", "n", "dim", "prepend", "append")
+    given: dict[str, Any] = dict(zip(names, arguments(changes), strict=False))
     given |= changes.kwargs
-    numbers, before = given.get("input"), given.get("prepend")
+    numbers, before = given["input"], given.get("prepend")
     is_of_neighbours = is_tensor(before, 2) and always_true(value(before).shape[1] == 1)
     is_of_neighbours &= given.get("n", 1) == 1 and given.get("dim", -1) in (-1, 1)
     # Narrower numbers may pass their largest between two tokens.
