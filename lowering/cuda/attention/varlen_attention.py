@@ -127,7 +127,7 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     if results is None:
         varlen_kernels.forward(call, y, lse, holes)
         if end is not None:
-            complete(call._replace(sinks=None), y, lse, end=end)
+            complete(call, y, end=end)
         return y, lse
     complete(call, *results, end=end)
     if holes is not None:

@@ -424,35 +424,34 @@ def test_a_document_longer_than_max_seqlen_is_nan_by_an_engine(use: Use) -> None
 
 
 @pytest.mark.device_kernels
+@pytest.mark.parametrize("has_lengths", [False, True])
 @pytest.mark.parametrize("engine", ["triton", "cudnn"])
-def test_room_for_more_documents(use: Use, engine: str) -> None:
+def test_room_for_more_documents(use: Use, engine: str, has_lengths: bool) -> None:
     """A document for each token, as `rewrites.attention.documents` gives them; the layers that
     share them look once, and see what changes them."""
     if DEVICE == "cpu":
         use("cudnn")
-    T, dtype = 80, torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    looks = len(varlen_bounds._found)
-    room = ints(0, 3, 40, *[T] * (T - 2))
-    has_lengths = {"lengths": ints(3, 30, *[9] * (T - 2))} if engine == "triton" else {}
-    for ends in ((3, 40), (50, 60)):
-        room[1], room[2] = ends
-        lengths = ints(3, ends[1] - ends[0], T - ends[1])
-        call = call_of(
-            T, room, T, width=16, dtype=dtype, engine=engine, sinks=torch.ones(2).to(DEVICE)
+    T, end, dtype = 80, 77, torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    room = ints(2, 3, 40, *[end] * (T - 2))
+    for bounds in ((3, 40), (50, 60)):
+        room[1], room[2] = bounds
+        lengths = ints(1, 6, 9, *[0] * (T - 3)) if has_lengths else None
+        more = {"width": 16, "dtype": dtype, "engine": engine, "sinks": torch.ones(2).to(DEVICE)}
+        call = call_of(T, room, T, lengths=lengths, **more)
+        tight = call._replace(
+            cu_seqlens=room[:4].clone(), lengths=None if lengths is None else lengths[:3]
         )
-        tight = call._replace(cu_seqlens=room[:4].clone())
         dy = torch.randn_like(call.query)
-        if has_lengths:
-            call = call._replace(lengths=torch.cat((lengths, room[3:-1] * 0)))
-            tight = tight._replace(lengths=lengths)
         for one, other in zip(run("cuda", call), run("cuda", tight), strict=True):
             assert torch.equal(one, other)
         pairs = zip(gradients("cuda", call, dy), gradients("cuda", tight, dy), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-        assert len(varlen_bounds._found) == looks + 1
+        looked = varlen_bounds._found[room]
+        run("cuda", call)
+        assert varlen_bounds._found[room] is looked
     # Memory that is written without PyTorch.
     room.data[3] = 70
-    assert run("cuda", call._replace(lengths=None))[0].isnan().all()
+    assert run("cuda", call)[0].isnan().all()
 
 
 def test_cudnn_reads_tensors_by_their_strides() -> None:
