@@ -176,12 +176,8 @@ MEASURES = [
 DEFINITIONS = [ROOT / "liger_ops/ops/experts/rows.py"]
 
 
-# torch_npu's operator takes the ends of documents as numbers, on the host. cuDNN's plans and the
-# grids of kernels are for as many documents as there are, asked once for all layers.
-OPERATORS = [
-    ROOT / "lowering/npu/attention/varlen_attention.py",
-    ROOT / "lowering/cuda/attention/varlen_bounds.py",
-]
+# torch_npu's operator takes the ends of documents as numbers, on the host.
+OPERATORS = [ROOT / "lowering/npu/attention/varlen_attention.py"]
 
 
 HOST_CODE = (

@@ -320,6 +320,9 @@ def documents_function(
             or given.get("attention_mask") is not None
         ):
             return None
+        if read(given["config"], "attention_chunk_size") and given.get("local_size") is not None:
+            # With documents transformers may count chunks by positions.
+            return None
         size = _size_of_window(given)
         return None if size is None else _documents(given, None, size)
 

@@ -49,15 +49,10 @@ def varlen_attention(
     Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
     sum in float32. The softmax is therefore rounded to that dtype before its product with value.
 
-    On a GPU no tensor of T * T elements is made: y and lse are stored, and the backward computes
-    the softmax again. The documents are read on the device, so other documents need no compilation.
-    The definition, which runs on a CPU, for float64 and under `torch.func`, holds all scores,
-    H * T * T numbers.
-
-    cu_seqlens may have room for more documents than there are, with empty ones behind the last, and
-    max_seqlen for longer ones. From 64 documents on whose number times max_seqlen is more than
-    8 * T, the host waits for the device and looks how many there are and how long, once for all
-    calls with the same tensor cu_seqlens. It does not look while a CUDA graph is recorded.
+    No kernel of a GPU waits for the device, and no tensor of T * T elements is made: y and lse are
+    stored, and the backward computes the softmax again. The documents are read on the device, so
+    other documents need no compilation. The definition, which runs on a CPU, for float64 and under
+    `torch.func`, holds all scores, H * T * T numbers.
 
     On a GPU an engine computes it. All give the same numbers within their rounding:
 

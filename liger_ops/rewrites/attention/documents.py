@@ -10,8 +10,8 @@ A mask over the keys of each row is read on the device. Its first and its last v
 row's document, behind one of the padding before it, which has no keys; its queries include those of
 the padding behind it, which see the tokens before them, as with the mask. A mask with holes between
 the two is passed too, and is right at the op's price for it. So one program serves every batch: a
-mask of ones, padding on either side, and any other. Packed documents are found on the device as
-well. These functions take `call`, as those of `mask.blocks` do.
+mask of ones, padding on either side, and any other. These functions take `call`, as those of
+`mask.blocks` do.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.canonical import value
-from ..engine.maps.algebra import Condition, Size, axes_of, conjunction, data_of
-from .mask.blocks import BATCH, KEYS, Call, running_sums
-from .mask.evaluate import Scope
-from .mask.packing import conjuncts, packing
+from ..engine.maps.algebra import And, Condition, Size, axes_of, conjunction, data_of
+from .mask.blocks import BATCH, KEYS, Call
 from .mask.proof import departure, window
 
 
@@ -36,12 +34,14 @@ class Documents(NamedTuple):
     Attributes:
         cu_seqlens, lengths, key_mask: those of the op, tensors or nodes.
         window_left: that of the op.
+        max_seqlen: that of the op; None for the length of a row.
     """
 
     cu_seqlens: Any
     lengths: Any = None
     key_mask: Any = None
     window_left: int = -1
+    max_seqlen: int | None = None
 
 
 def rows(call: Call, batch: Any, length: Any, device: torch.device) -> Documents:
@@ -49,27 +49,6 @@ def rows(call: Call, batch: Any, length: Any, device: torch.device) -> Documents
     last = call(operator.add, batch, 1)
     numbers = call(torch.arange, last, dtype=torch.int32, device=device)
     return Documents(call(operator.mul, numbers, length))
-
-
-def packed_rows(call: Call, begins: Any, batch: Any, length: Any) -> Documents:
-    """Return a batch whose rows have a document from each token where `begins`, a boolean (batch,
-    length), is True, and from their first.
-
-    How many there are is known on the device alone: each token may be one, and the others are
-    empty.
-    """
-    device = value(begins).device
-    numbers = {"dtype": torch.int32, "device": device}
-    total = call(operator.mul, batch, length)
-    is_first = call(operator.eq, call(torch.arange, length, device=device), 0)
-    is_start = call(torch.flatten, call(operator.or_, begins, is_first))
-    ends = call(torch.full, (call(operator.add, total, 1),), total, **numbers)
-    counted = running_sums(call, call(torch.Tensor.to, is_start, torch.int64), total)
-    # What begins none is written behind the last, where the end of the batch stands.
-    slot = call(torch.where, is_start, call(operator.sub, counted, 1), total)
-    token = call(torch.where, is_start, call(torch.arange, total, **numbers), total)
-    token = call(torch.Tensor.to, token, torch.int32)
-    return Documents(call(torch.scatter, ends, 0, slot, token))
 
 
 def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
@@ -99,41 +78,37 @@ def attend(
     query, key, values = (
         call(torch.flatten, call(torch.transpose, x, 1, 2), 0, 1) for x in operands
     )
-    cu_seqlens, lengths, key_mask, left = documents
+    cu_seqlens, lengths, key_mask, left, longest = documents
+    longest = length if longest is None else longest
     y = call(
-        torch.ops.liger.varlen_attention.default, query, key, values, cu_seqlens, length,
+        torch.ops.liger.varlen_attention.default, query, key, values, cu_seqlens, longest,
         lengths, key_mask, sinks, left, 0, scale, softcap,
     )  # fmt: skip
     return call(torch.unflatten, y, 0, (batch, length))
 
 
-class Sight(NamedTuple):
-    """Keys that a query sees: those of its document, no later than it and within the window.
+def window_and_keys(condition: Condition, shape: Sequence[Size]) -> tuple[int, Condition] | None:
+    """Split the condition that a query sees a key into a causal window and one of keys alone.
 
-    Attributes:
-        window_left: that of `varlen_attention`.
-        of_keys: the condition under which key j of row b is seen, True for all.
-        begins: the condition that token j of row b begins a document; False if rows are documents.
+    Return window_left of `varlen_attention`, -1 for no window, and the condition under which a key
+    of a row is seen, True for all; None if the condition is another.
     """
-
-    window_left: int
-    of_keys: Condition = True
-    begins: Condition = False
-
-
-def sight(condition: Condition, shape: Sequence[Size], scope: Scope) -> Sight | None:
-    """Return the condition that a query sees a key as documents and a causal window, or None."""
-    begins, within = packing(condition, scope) or (False, condition)
     by_index: Condition = True
     of_keys: Condition = True
-    for part in conjuncts(within):
+    for part in _conjuncts(condition):
         if not data_of(part):
             by_index = conjunction(by_index, part)
-        elif axes_of(part) <= {BATCH, KEYS} and begins is False:
+        elif axes_of(part) <= {BATCH, KEYS}:
             of_keys = conjunction(of_keys, part)
         else:
             return None
     if departure(by_index, shape) is None:
-        return Sight(-1, of_keys, begins)
+        return -1, of_keys
     size = window(by_index, shape)
-    return None if size is None else Sight(size - 1, of_keys, begins)
+    return None if size is None else (size - 1, of_keys)
+
+
+def _conjuncts(condition: Condition) -> list[Condition]:
+    if isinstance(condition, And):
+        return [*_conjuncts(condition.left), *_conjuncts(condition.right)]
+    return [condition]

@@ -14,7 +14,6 @@ from .... import library
 from ....ops.attention.varlen_attention import ENGINES
 from ...common.tensors import next_power_of_2
 from . import cudnn_engine, flash_engine, varlen_gradients, varlen_kernels
-from .varlen_bounds import bounded
 from .varlen_completion import complete, holes_of
 
 VARIABLE = "LIGER_OPS_ATTENTION"
@@ -121,15 +120,12 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     y, lse = library.allocate("varlen_attention_forward", call)
     if y.numel() == 0:
         return y, lse
-    call, end = bounded(call)
     holes = holes_of(call)
     results = _by_others(call, lambda engine: engine.forward(call, y, lse))
     if results is None:
         varlen_kernels.forward(call, y, lse, holes)
-        if end is not None:
-            complete(call, y, end=end)
         return y, lse
-    complete(call, *results, end=end)
+    complete(call, *results)
     if holes is not None:
         # No engine of others knows key_mask. Whether it has holes is known on the device, where the
         # programs of this kernel end at once without them.
@@ -143,7 +139,6 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     *gradients, dsinks = outputs
     if call.dy.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
-    call, _ = bounded(call)
     holes, results = holes_of(call), None
     if any(gradient is not None for gradient in gradients):
         results = _by_others(call, lambda engine: engine.backward(call, *gradients))

@@ -60,8 +60,7 @@ def _varlen_holes_kernel(cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr, N, T, BLO
 
 @triton.jit(do_not_specialize=["N", "T", "longest", "window_left"])
 def _varlen_complete_kernel(
-    y_ptr, lse_ptr, sinks_ptr, cu_ptr, lengths_ptr, end_ptr, N, T, E, longest, y_t, y_h,
-    window_left,
+    y_ptr, lse_ptr, sinks_ptr, cu_ptr, lengths_ptr, N, T, E, longest, y_t, y_h, window_left,
     OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -74,14 +73,12 @@ def _varlen_complete_kernel(
         end = tl.load(cu_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
         most = tl.maximum(most, end - begin)
     # For each token, as the interpreter has no scalar masks.
-    is_wrong = tl.zeros_like(token) + tl.max(most, 0) > longest
-    if end_ptr is not None:
-        is_wrong = is_wrong | (tl.zeros_like(token) + tl.load(end_ptr) != tl.load(cu_ptr + N))
+    is_too_long = tl.zeros_like(token) + tl.max(most, 0) > longest
     outside = _without_result(token, cu_ptr, lengths_ptr, N, T, window_left, OF_KEYS)
     inside = token < T
     if sinks_ptr is None:
         # Only these rows are written.
-        inside = inside & (outside | is_wrong)
+        inside = inside & (outside | is_too_long)
     cols = tl.arange(0, BLOCK_E)
     at = y_ptr + head * y_h + (token.to(tl.int64)[:, None] * y_t + cols[None, :])
     mask = inside[:, None] & (cols < E)[None, :]
@@ -100,7 +97,7 @@ def _varlen_complete_kernel(
         tl.store(at_lse, lse, mask=inside)
     # Behind the sinks, of which minus infinity would make NaN of a row without keys.
     y = tl.where(outside[:, None], 0.0, y)
-    y = tl.where(is_wrong[:, None], float("nan"), y)
+    y = tl.where(is_too_long[:, None], float("nan"), y)
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -116,21 +113,17 @@ def holes_of(call: Any) -> Tensor | None:
     return holes
 
 
-def complete(
-    call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool = False,
-    end: Tensor | None = None,
-) -> None:  # fmt: skip
+def complete(call: Any, y: Tensor, lse: Tensor | None = None, *, of_keys: bool = False) -> None:
     """Complete what an engine wrote into y or a gradient, (T, heads, E), and into lse.
 
     Rows without a result are 0, and with lse both get the sinks. `of_keys` says that the rows are
-    those of keys. If a document is longer than max_seqlen, or the last one does not end at `end`,
-    all numbers are NaN.
+    those of keys. If a document is longer than max_seqlen, all numbers are NaN.
     """
     T, heads, E = y.shape
     cu_seqlens, lengths, _ = documents_of(call)
     launch(
         _varlen_complete_kernel, (cdiv(T, TOKENS), heads), y,
-        y, lse, None if lse is None else call.sinks, cu_seqlens, lengths, end,
+        y, lse, None if lse is None else call.sinks, cu_seqlens, lengths,
         call.cu_seqlens.shape[0] - 1, T, E, call.max_seqlen, *y.stride()[:2],
         None if call.window_left < 0 else call.window_left,
         OF_KEYS=of_keys, BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), BLOCK_DOCUMENTS=128,

@@ -149,7 +149,8 @@ def test_compiled(name: str, kind: str) -> None:
         assert_same(step(made, inputs, compiled), expected)
     (graph,) = recorder.forwards
     targets = [str(node.target) for node in graph.graph.nodes]
-    count = sum("varlen_attention_forward" in target for target in targets)
+    engine = "flex_attention" if kind == "packed" else "varlen_attention_forward"
+    count = sum(engine in target for target in targets)
     assert count == (2 if name == "gpt_oss" else LAYERS[name][kind != "bare"])
     sdpa = "scaled_dot_product" in " ".join(targets)
     assert sdpa is (count < 2)
@@ -180,6 +181,31 @@ def test_positions(name: str, kind: str, compiled: bool, calls: list[Any]) -> No
     if not compiled:
         is_causal = name == "llama" and kind == "one document"
         assert [one.__name__ for one in calls] == [] if is_causal else [engine.__name__] * 2
+
+
+@pytest.mark.parametrize("starts", [(110, 0), (0, 35)])
+def test_chunks_by_positions(starts: tuple[int, int]) -> None:
+    """Documents that cross the end of a chunk, in rows that are shorter than one."""
+    made = model("llama4")
+    inputs = {key: x[:, :30] for key, x in batch("bare").items()}
+    inputs["position_ids"] = torch.cat(
+        [torch.arange(n) + first for first, n in zip(starts, (20, 10), strict=True)]
+    ).expand(2, -1)
+    expected = step(made, inputs)
+    fuse_attention(made)
+    with blocks_everywhere():
+        assert_same(step(made, inputs), expected)
+
+
+def test_another_implementation_that_is_chosen_after_fuse(calls: list[Any]) -> None:
+    made, untouched, inputs = model("mistral"), model("mistral"), batch("packed")
+    fuse_attention(made)
+    for name in ("sdpa", "eager"):
+        for one in (made, untouched):
+            one.set_attn_implementation(name)
+        with blocks_everywhere():
+            assert_same(step(made, inputs), step(untouched, inputs))
+    assert not calls
 
 
 def test_lengths_change_without_recompiling() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def test_report_and_unfuse(name: str, original: str) -> None:
     assert not fuse(made, attention=False, norms=False, activations=False, rope=False, loss=False)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let one thread sum the gradients of experts, which several sum in any order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_cpu_computes_what_it_did() -> None:
     """Without a fast engine, the masks and functions are the model's own, to the last bit."""
     for name, kind in (("mistral", "left"), ("gpt_oss", "packed")):

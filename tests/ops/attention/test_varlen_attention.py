@@ -21,7 +21,7 @@ import liger_ops
 import op_checks
 import simulated_npu
 from liger_ops import library
-from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention, varlen_bounds
+from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_IMPLEMENTATION, FOLDERS, INF, NAN
 from simulated_npu import to_cpu, to_npu
@@ -421,37 +421,6 @@ def test_a_document_longer_than_max_seqlen_is_nan_by_an_engine(use: Use) -> None
     assert run("cuda", call)[0].isnan().all()
     assert run("cuda", call._replace(max_seqlen=6))[0].isfinite().all()
     assert run("cuda", call._replace(engine="triton"))[0].isfinite().all()
-
-
-@pytest.mark.device_kernels
-@pytest.mark.parametrize("has_lengths", [False, True])
-@pytest.mark.parametrize("engine", ["triton", "cudnn"])
-def test_room_for_more_documents(use: Use, engine: str, has_lengths: bool) -> None:
-    """A document for each token, as `rewrites.attention.documents` gives them; the layers that
-    share them look once, and see what changes them."""
-    if DEVICE == "cpu":
-        use("cudnn")
-    T, end, dtype = 80, 77, torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    room = ints(2, 3, 40, *[end] * (T - 2))
-    for bounds in ((3, 40), (50, 60)):
-        room[1], room[2] = bounds
-        lengths = ints(1, 6, 9, *[0] * (T - 3)) if has_lengths else None
-        more = {"width": 16, "dtype": dtype, "engine": engine, "sinks": torch.ones(2).to(DEVICE)}
-        call = call_of(T, room, T, lengths=lengths, **more)
-        tight = call._replace(
-            cu_seqlens=room[:4].clone(), lengths=None if lengths is None else lengths[:3]
-        )
-        dy = torch.randn_like(call.query)
-        for one, other in zip(run("cuda", call), run("cuda", tight), strict=True):
-            assert torch.equal(one, other)
-        pairs = zip(gradients("cuda", call, dy), gradients("cuda", tight, dy), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-        looked = varlen_bounds._found[room]
-        run("cuda", call)
-        assert varlen_bounds._found[room] is looked
-    # Memory that is written without PyTorch.
-    room.data[3] = 70
-    assert run("cuda", call)[0].isnan().all()
 
 
 def test_cudnn_reads_tensors_by_their_strides() -> None:

@@ -25,8 +25,8 @@ FLEX, VARLEN = "flex_attention", "varlen_attention"
 # The model, its batch, the length, the size of heads, and the engine of each of the two layers;
 # None is causal attention. 1280 tokens are 10 blocks, and 1300 end within a block.
 CASES: list[tuple[str, str, int, int, tuple[str | None, str | None]]] = [
-    ("llama", "packed", 1280, 64, (VARLEN, VARLEN)),
-    ("llama", "packed", 2048, 128, (VARLEN, VARLEN)),
+    ("llama", "packed", 1280, 64, (FLEX, FLEX)),
+    ("llama", "packed", 2048, 128, (FLEX, FLEX)),
     ("llama", "right", 1300, 128, (VARLEN, VARLEN)),
     ("llama", "left", 2048, 64, (VARLEN, VARLEN)),
     ("llama", "ones", 1280, 64, (None, None)),
@@ -36,15 +36,16 @@ CASES: list[tuple[str, str, int, int, tuple[str | None, str | None]]] = [
     ("mistral", "bare", 1280, 256, (VARLEN, VARLEN)),
     ("mistral", "left", 1280, 64, (VARLEN, VARLEN)),
     ("gemma3", "bare", 1300, 256, (VARLEN, None)),
-    ("gemma3", "packed", 1280, 128, (VARLEN, VARLEN)),
+    ("gemma3", "packed", 1280, 128, (FLEX, FLEX)),
     ("gemma2", "bare", 1300, 64, (VARLEN, VARLEN)),
     ("gemma2", "bare", 2048, 128, (VARLEN, VARLEN)),
-    ("gemma2", "packed", 1280, 256, (VARLEN, VARLEN)),
+    ("gemma2", "packed", 1280, 256, (FLEX, FLEX)),
     ("gemma2", "left", 1280, 64, (FLEX, FLEX)),
     ("gemma2", "right", 1300, 128, (FLEX, FLEX)),
     ("gpt_oss", "bare", 2048, 64, (VARLEN, VARLEN)),
     ("gpt_oss", "right", 1280, 128, (VARLEN, VARLEN)),
     ("gpt_oss", "left", 1300, 64, (VARLEN, VARLEN)),
+    # It does not look for documents in position_ids.
     ("gpt_oss", "packed", 1280, 64, (VARLEN, VARLEN)),
 ]
 # Their code says what a query gets that sees no key. With the others it depends on the kernel, so

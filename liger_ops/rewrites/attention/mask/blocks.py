@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 Visible = Callable[[Any, Any, Any, Any], Any]
 
 BLOCK = 128
-# The numbers that one program sums in a long cumulative sum: `running_sums`.
+# The numbers that one program sums in a long cumulative sum: `_running_sums`.
 SUM_LENGTH = 64
 AXES = BATCH, HEADS, QUERIES, KEYS = -4, -3, -2, -1
 
@@ -137,7 +137,7 @@ def _ordered(call: Call, blocks: Any, numbers: Any, size: Any) -> tuple[Any, Any
         numbers: the indices 0, 1, ... of the blocks of a row.
         size: the number of blocks of a row.
     """
-    ranks = running_sums(call, call(torch.Tensor.to, blocks, torch.int64), size)
+    ranks = _running_sums(call, call(torch.Tensor.to, blocks, torch.int64), size)
     count = call(torch.narrow, ranks, -1, -1, 1)
     indices = call(torch.Tensor.expand_as, numbers, ranks)
     others = call(operator.add, count, call(operator.sub, indices, ranks))
@@ -147,7 +147,7 @@ def _ordered(call: Call, blocks: Any, numbers: Any, size: Any) -> tuple[Any, Any
     return _packed(call, call(torch.squeeze, count, -1), 3), _packed(call, order, 4)
 
 
-def running_sums(call: Call, x: Any, size: Any) -> Any:
+def _running_sums(call: Call, x: Any, size: Any) -> Any:
     """Return the cumulative sums of x's last dimension.
 
     Inductor splits a sum of 1024 numbers over programs, and cannot compile that together with the
