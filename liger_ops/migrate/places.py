@@ -12,7 +12,7 @@ import ast
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,7 +151,7 @@ class _Reader(ast.NodeVisitor):
         self.function(node, [node.body])
 
     def function(
-        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, body: list[ast.AST]
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, body: Sequence[ast.AST]
     ) -> None:
         # Decorators, defaults and annotations are evaluated outside of the function.
         for child in ast.iter_child_nodes(node):
@@ -160,7 +160,7 @@ class _Reader(ast.NodeVisitor):
         arguments = node.args
         listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         listed += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-        scope = ast.Module(body=body, type_ignores=[])  # type: ignore[arg-type]
+        scope = ast.Module(body=list(body), type_ignores=[])  # type: ignore[arg-type]
         self.scoped(scope, {argument.arg: None for argument in listed})
 
     def scoped(self, node: ast.AST, bound: dict[str, str | None]) -> None:
@@ -195,10 +195,10 @@ class _Reader(ast.NodeVisitor):
             return None if base is None else f"{base}.{node.attr}"
         elif isinstance(node, ast.Call) and node.args:
             called = ast.unparse(node.func).rpartition(".")[2]
-            texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            texts = [text for text in texts if isinstance(text, str)]
+            values = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            texts = [value for value in values if isinstance(value, str)]
             if called in ("import_module", "__import__") and texts and MODULE.fullmatch(texts[0]):
-                return str(texts[0])
+                return texts[0]
             if called == "getattr" and texts and (base := self.path(node.args[0])) is not None:
                 return f"{base}.{texts[0]}"
         return None

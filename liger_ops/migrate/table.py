@@ -169,11 +169,9 @@ def replacement(row: Row, call: ast.Call | None = None) -> Replacement:
             continue
         if passed.setdefault(option.ours, text) != text:
             problems.append(f"`{option.ours}` is one switch here, and two in this call")
-    arguments = [
-        value if name == value == "model" else f"{name}={value}" for name, value in passed.items()
-    ]
+    arguments = [f"{name}={value}" for name, value in passed.items() if name != "model"]
     if row.here == "liger_ops.fuse":
-        arguments.sort(key=lambda argument: "=" in argument)
+        arguments.insert(0, passed["model"])
         if "model" not in given:
             problems.append("call it when the model is made, and not before")
     return Replacement(f"{row.here}({', '.join(arguments)})", (*problems, *remarks))
@@ -216,10 +214,12 @@ def differences(row: Row) -> str:
         renamed = [o for o in row.options if o.theirs and o.ours not in ("", o.theirs)]
         fixed = [f"`{o.ours}={o.value}`" for o in row.options if o.value]
         without = [f"`{option.theirs}`" for option in row.options if not option.ours]
+        without = [name for name in without if name not in row.note]
         texts += [", ".join(f"`{o.theirs}` is `{o.ours}`" for o in renamed)] if renamed else []
         texts += [f"pass {', '.join(fixed)} if not given"] if fixed else []
         texts += [f"no {', '.join(without)}"] if without else []
-        texts = texts or ["the same arguments"]
+        if not texts and all(option.ours for option in row.options):
+            texts = ["the same arguments"]
     if len(row.call) > 1:
         texts.append(f"forward: `({_arguments(row.call)})`")
     return "; ".join([*texts, row.note] if row.note else texts).replace("|", "\\|")
@@ -239,7 +239,10 @@ def markdown(section: str) -> str:
         return _table("switch of Liger-Kernel", "of `fuse`", lines)
     found = in_section(section)
     if section in ("models", "launchers"):
-        lines = [f"| `{row.name}` | {row.note or f'`{row.here}`'} |" for row in found]
+        call = "(model)" if section == "models" else ""
+        lines = [
+            f"| `{row.name}` | `{row.here}{call}`{row.note and f'; {row.note}'} |" for row in found
+        ]
         return _table("Liger-Kernel", "here", lines)
     lines = [
         f"| `{row.name}` | {f'`{row.here}`' if row.here else 'none'} | {differences(row)} |"

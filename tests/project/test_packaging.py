@@ -180,7 +180,7 @@ def test_the_wheel_has_one_top_level_module(wheel):
         if name.endswith(".py")
     }
     assert modules == module_names()
-    assert "liger_ops/py.typed" in names
+    assert {"liger_ops/py.typed", "liger_ops/migrate/names.toml"} <= set(names)
     assert f"liger_ops-{version}.dist-info/licenses/LICENSE" in names
 
 
