@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from .places import files, places
 from .table import version
@@ -25,14 +24,8 @@ exit status: 0; 2 for wrong arguments
 """
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with one sentence, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m liger_ops.migrate", description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from .table import (
     ROOT,
+    NameRow,
     Replacement,
-    Row,
     find,
     modules,
     names_of,
@@ -102,13 +102,13 @@ def in_lines(file: str, text: str) -> list[Place]:
     return list(dict.fromkeys(found))
 
 
-def _setting(word: str) -> Row | None:
+def _setting(word: str) -> NameRow | None:
     """Return the row of a setting: `use-liger-kernel` of a command line is use_liger_kernel."""
     spellings = (word, word.replace("-", "_"), word.replace("_", "-"))
     return next((settings()[name] for name in spellings if name in settings()), None)
 
 
-def _set(row: Row, is_off: bool) -> Replacement:
+def _set(row: NameRow, is_off: bool) -> Replacement:
     return Replacement("", ("remove it: it is off",)) if is_off else replacement(row)
 
 
@@ -118,7 +118,7 @@ def in_python(file: str, source: bytes | str) -> list[Place]:
     Raises:
         SyntaxError, ValueError, RecursionError: the source cannot be parsed.
     """
-    reader = _Reader(file)
+    reader = _PythonReader(file)
     with warnings.catch_warnings():
         # An invalid escape in a string is the project's own affair.
         warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ def in_python(file: str, source: bytes | str) -> list[Place]:
     return sorted(dict.fromkeys(reader.found), key=lambda place: place.line)
 
 
-class _Reader(ast.NodeVisitor):
+class _PythonReader(ast.NodeVisitor):
     def __init__(self, file: str) -> None:
         self.file = file
         self.found: list[Place] = []

@@ -28,7 +28,7 @@ class Option(NamedTuple):
     value: str
 
 
-class Row(NamedTuple):
+class NameRow(NamedTuple):
     """A name of Liger-Kernel, and what replaces it.
 
     `here` is a dotted name to which `options` are passed, or code where these are None, or empty.
@@ -84,7 +84,7 @@ def modules() -> frozenset[str]:
 
 
 @functools.cache
-def rows() -> dict[tuple[str, str], Row]:
+def rows() -> dict[tuple[str, str], NameRow]:
     """Return the row of each package and name, in the order of the file."""
     found = {}
     for section, content in _data()["sections"].items():
@@ -96,7 +96,7 @@ def rows() -> dict[tuple[str, str], Row]:
             if "options" in fields:
                 options = tuple(renamed.get(o.theirs, o) for o in _options(fields["options"]))
             package = content["package"]
-            found[package, name] = Row(
+            found[package, name] = NameRow(
                 section, package, name, here, options,
                 tuple(_options(fields.get("call", ""))), fields.get("note", ""),
             )  # fmt: skip
@@ -113,17 +113,17 @@ def _options(text: str) -> Iterable[Option]:
         yield Option(theirs, ours if renamed else theirs, value)
 
 
-def in_section(section: str) -> list[Row]:
+def in_section(section: str) -> list[NameRow]:
     """Return the rows of a section, in the order of the file."""
     return [row for row in rows().values() if row.section == section]
 
 
-def settings() -> dict[str, Row]:
+def settings() -> dict[str, NameRow]:
     """Return the rows of the settings of programs that use Liger-Kernel, by name."""
     return {row.name: row for row in in_section("settings")}
 
 
-def find(path: str) -> Row | None:
+def find(path: str) -> NameRow | None:
     """Return the row of a dotted name below `liger_kernel`, or of the object that it is part of.
 
     `liger_kernel.ops.LigerRMSNormFunction.apply` gives the row of LigerRMSNormFunction.
@@ -147,7 +147,7 @@ def names_of(module: str) -> dict[str, str]:
     }
 
 
-def replacement(row: Row, call: ast.Call | None = None) -> Replacement:
+def replacement(row: NameRow, call: ast.Call | None = None) -> Replacement:
     """Return the code that replaces a name, or a call of it with the arguments that it has."""
     remarks = [row.note] if row.note else []
     if len(row.call) > 1:
@@ -207,7 +207,7 @@ def _arguments(options: tuple[Option, ...]) -> str:
     return ", ".join(f"{option.ours}={option.theirs}" for option in options if option.ours)
 
 
-def differences(row: Row) -> str:
+def differences(row: NameRow) -> str:
     """Return a cell of Markdown: the arguments of a row that differ, and its note."""
     texts = []
     if row.options is not None:

@@ -56,6 +56,7 @@ def signature(text: str) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(function).parameters)
 
 
+@pytest.mark.quick
 def test_every_public_name_has_a_row() -> None:
     assert NAMES["version"] == table.version() and len(PUBLIC) > 250
     assert [key for key in PUBLIC if key not in ROWS] == []
@@ -129,6 +130,7 @@ def test_a_dropped_option_has_a_reason(key: tuple[str, str]) -> None:
             assert named or option.theirs in table.dropped(), option.theirs
 
 
+@pytest.mark.quick
 def test_what_has_no_counterpart_says_why() -> None:
     assert [row.name for row in ROWS.values() if not row.here and not row.note] == []
 
@@ -222,7 +224,7 @@ def free_names(code: str) -> set[str]:
     )
 
 
-def called_with(row: table.Row, parameters: dict[str, inspect.Parameter]) -> ast.Call:
+def called_with(row: table.NameRow, parameters: dict[str, inspect.Parameter]) -> ast.Call:
     """Return a call of Liger-Kernel's name with the options that have no default."""
     ours = {option.theirs: option.ours for option in row.options or ()}
     keywords = ", ".join(
@@ -290,7 +292,7 @@ def small_model() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
-def names_for(row: table.Row, group: Any) -> dict[str, Any]:
+def names_for(row: table.NameRow, group: Any) -> dict[str, Any]:
     """Return what the code of a row mentions."""
     names: dict[str, Any] = {
         "liger_ops": liger_ops, "torch": torch, "tp_group": group, "name": "name",
@@ -374,6 +376,7 @@ def test_launchers_are_ops() -> None:
         assert hasattr(getattr(torch.ops, namespace), op), row.here
 
 
+@pytest.mark.quick
 def test_the_page_has_these_rows() -> None:
     page = liger_kernel_page.PAGE.read_text()
     sections = {row.section for row in ROWS.values()}
@@ -435,6 +438,7 @@ def test_spellings_of_a_call(source: str) -> None:
     assert any(code == "import liger_ops" for _, _, code in shown(source))
 
 
+@pytest.mark.quick
 def test_a_name_that_is_assigned_to_another_is_followed() -> None:
     source = "import liger_kernel.transformers as t\nNorm = t.LigerRMSNorm\nNorm(8)"
     assert uses(source) == ["liger_ops.nn.RMSNorm", NORM]
@@ -453,6 +457,15 @@ def test_a_name_that_is_assigned_to_another_is_followed() -> None:
 )
 def test_other_names_are_not_found(source: str) -> None:
     assert shown(source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["find_spec('liger_kernel')", "import_module('liger_kernel.transformers')",
+     "modules = ['liger_kernel.ops']"],
+)  # fmt: skip
+def test_modules_are_found_by_name(source: str) -> None:
+    assert [code for _, _, code in shown(source)] == ["import liger_ops"]
 
 
 def test_a_parameter_hides_an_import() -> None:
@@ -476,6 +489,8 @@ def test_a_parameter_hides_an_import() -> None:
         ("LigerLayerNorm(8)", "liger_ops.nn.LayerNorm(normalized_shape=8, eps=1e-06)", "`bias`"),
         ("apply_liger_kernel_to_llama()", "liger_ops.fuse(model)", "when the model is made"),
         ("apply_liger_kernel_to_llama(model=m, rope=False)", "liger_ops.fuse(m, rope=False)", ""),
+        ("apply_liger_kernel_to_llama(rope=True, swiglu=False, model=m)",
+         "liger_ops.fuse(m, activations=False)", ""),
         ("apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False)",
          "liger_ops.fuse(model, loss=False)", "no `cross_entropy`"),
         ("apply_liger_kernel_to_gemma3(rms_norm=a, layer_norm=b)",
