@@ -21,7 +21,7 @@ import functools
 import importlib
 import itertools
 import pkgutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -215,9 +215,10 @@ def kernel(
     definition runs instead.
 
     The function takes the call, the outputs that the op's fake allocated, and `plan`, which is None
-    except in tests. It is not called if every required tensor is empty (the outputs are then filled
-    with zeros), or if every output is None. With `allocates` it takes the call alone, and returns
-    the outputs. `module` names the device code's module, if it is not the function's.
+    except in tests. It is not called if every output is None, or if a required tensor is empty: the
+    outputs are then the definition's, and no grid has 0 programs, which is an error on an NPU. With
+    `allocates` it takes the call alone, empty tensors included, and returns the outputs. `module`
+    names the device code's module, if it is not the function's.
     """
 
     def decorate(function: Function) -> Function:
@@ -322,13 +323,11 @@ def _run_on_device(op: Op, device: str) -> None:
             return function(call)
         outputs = allocate(name, call)
         listed = outputs if isinstance(outputs, tuple) else (outputs,)
-        if any(call[i].numel() for i in required):
+        if all(call[i].numel() for i in required):
             if any(output is not None for output in listed):
                 function(call, *listed, plan)
         else:
-            for output in listed:
-                if output is not None:
-                    output.zero_()
+            _fill_without_rows(op, call, [call[i] for i in required], listed)
         return outputs
 
     op.custom_op._lib.impl(name, without_dynamo(run), DEVICES[device])
@@ -336,6 +335,24 @@ def _run_on_device(op: Op, device: str) -> None:
     if has(*AUTOGRAD):
         key = getattr(torch.DispatchKey, DEVICES[device])
         op.entries[torch.DispatchKeySet(key).raw_repr()] = run
+
+
+def _fill_without_rows(
+    op: Op, call: Any, required: Sequence[Tensor], outputs: Sequence[Tensor | None]
+) -> None:
+    """Fill the outputs of a call of which a required tensor is empty, as the definition does."""
+    if op.name.endswith("_backward") and not any(tensor.numel() for tensor in required):
+        # A gradient is then a sum of no terms. The definition would compute it in float32, which
+        # takes twice the memory of an embedding's weight.
+        for output in outputs:
+            if output is not None:
+                output.zero_()
+    elif any(output is not None and output.numel() for output in outputs):
+        results = op.definition(*call)
+        listed = results if isinstance(results, tuple) else (results,)
+        for output, result in zip(outputs, listed, strict=True):
+            if output is not None:
+                output.copy_(result)
 
 
 def allocate(name: str, call: Any) -> Any:

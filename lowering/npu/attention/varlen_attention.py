@@ -52,7 +52,7 @@ def is_taken(call: Any) -> bool:
         and call.key_mask is None
         and call.softcap is None
         and call.value.shape[-1] == D
-        and H <= MOST_HEADS
+        and 0 < H <= MOST_HEADS
         and T <= MOST_TOKENS
         and "softmax_layout" in _argument_names()
     )

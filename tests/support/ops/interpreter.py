@@ -30,10 +30,23 @@ def patch() -> None:
     multiply_bfloat16()
     patch_language_once()
     make_types_once()
+    refuse_empty_grids()
     # Without `debug` the interpreter computes whether a sum of integers overflows, and ignores the
     # result.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def refuse_empty_grids() -> None:
+    """Raise for a grid of no programs, which is an error on an NPU; the interpreter runs none."""
+    run = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not callable(self.grid) and 0 in self.grid:
+            raise ValueError(f"{self.fn.__name__}: the grid {self.grid} has no programs")
+        return run(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = call
 
 
 def round_to_nearest() -> None:
