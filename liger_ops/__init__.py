@@ -5,6 +5,7 @@ Every op is `torch.ops.liger.<op>` and, with its documentation, `liger_ops.<op>`
 
 from typing import TYPE_CHECKING, Any
 
+from .ascend import autoload
 from . import checkout, library
 from .device import infer_device
 from .ops.norms.rms_norm import rms_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import time
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from .ascend.cures import explained
 
 PREFERENCE = ("cuda", "npu", "xpu")
 MIB = 2**20
@@ -26,14 +29,29 @@ def infer_device() -> str:
 
     It is for scripts that choose a device. The ops do not call it: an op runs on its tensors'
     device.
+
+    Raises:
+        ImportError: torch_npu is installed and does not load. The message says why, and the cure.
     """
-    if importlib.util.find_spec("torch_npu") is not None:
-        importlib.import_module("torch_npu")
+    import_torch_npu()
     for device in PREFERENCE:
         module = getattr(torch, device, None)
         if module is not None and module.is_available():
             return device
     return "cpu"
+
+
+def import_torch_npu() -> None:
+    """Import torch_npu, which defines torch.npu, if it is installed.
+
+    Raises:
+        ImportError: it does not load. The message says why, and the cure.
+    """
+    if importlib.util.find_spec("torch_npu") is not None:
+        try:
+            importlib.import_module("torch_npu")
+        except Exception as error:
+            raise ImportError(f"torch_npu does not load: {explained(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ def describe() -> dict[str, Any]:
 
     `versions`: the version of each package, or None if it is not installed. `liger_ops`: version,
     folder and a hash of the sources. `devices`: device type -> the devices of that type that
-    PyTorch can use. `kernels`: device type -> the ops with a kernel for it, even if this machine
-    has no such device. `ops`: op -> device type of this machine -> the implementation.
+    PyTorch can use. `kernels`: device type -> the ops whose kernels for it import, even if this
+    machine has no such device. `without_kernels`: device type -> why no kernel imports. `ops`: op
+    -> device type of this machine -> the implementation.
     """
     # This comes first: it imports torch_npu, if installed, which defines torch.npu.
     best, problem = _best_device()
@@ -33,6 +35,7 @@ def describe() -> dict[str, Any]:
         accelerators = _accelerators(device_type)
         if accelerators:
             devices[device_type] = accelerators
+    kernels, without = _kernels()
     return {
         "liger_ops": {
             "version": __version__,
@@ -49,15 +52,46 @@ def describe() -> dict[str, Any]:
         "devices": devices,
         "best_device": best,
         "problem": problem,
-        "kernels": {
-            device: [name for name, op in library.OPS.items() if device in op.kernels]
-            for device in library.DEVICES
-        },
+        "kernels": kernels,
+        "without_kernels": without,
         "ops": {
-            name: {device: library.implementation(op, device) for device in devices}
+            name: {
+                device: library.implementation(op, device)
+                if name in kernels.get(device, ())
+                else "no kernel imports"
+                if device in op.kernels
+                else "definition"
+                for device in devices
+            }
             for name, op in library.OPS.items()
         },
     }
+
+
+def _kernels() -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Import the kernels of every device. Return the ops that have one, and why others have none,
+    by device type."""
+    kernels: dict[str, list[str]] = {}
+    without: dict[str, str] = {}
+    for device in library.DEVICES:
+        kernels[device] = []
+        try:
+            kernels[device] = library.imported_kernels(device)
+        except ImportError as error:
+            without[device] = str(error).partition("failed: ")[2] or str(error)
+        else:
+            if not kernels[device]:
+                without[device] = _unregistered(device)
+    return kernels, without
+
+
+def _unregistered(device: str) -> str:
+    """Return why `lowering` has registered no kernel of a device."""
+    if device == "npu":
+        found = {"torch_npu": find_spec("torch_npu"), "triton-ascend": _version("triton-ascend")}
+        return f"not installed: {', '.join(name for name in found if found[name] is None)}"
+    is_ascend = _version("triton-ascend") is not None
+    return "triton-ascend is installed in place of triton" if is_ascend else "triton is missing"
 
 
 def _best_device() -> tuple[str, str | None]:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from . import autograd, derived
 from .accepted import Options
+from .ascend.cures import cure_of
 from .autograd import autocast_value, under_autocast
 from .derived import arguments_of, hide_keyword_only, schema_of
 from .record import Op, refusal, refuse_nested
@@ -252,6 +253,10 @@ def load(device: str) -> None:
             importlib.import_module(f"{__package__}.lowering.{device}")
         except Exception as error:
             message = f"liger_ops: the import of the kernels for {device} failed: {error}"
+            if device == "npu":
+                message = (
+                    f"{message}. {cure_of(str(error)) or 'python -m liger_ops --npu says why.'}"
+                )
             raise ImportError(message) from error
 
 
@@ -416,6 +421,21 @@ def keep_dtypes_under_autocast(*names: str) -> None:
     """
     for name, key in itertools.product(names, ("AutocastCPU", *AUTOCAST_KEYS.values())):
         under_autocast(OPS[name], key, lambda value: value)
+
+
+def imported_kernels(device: str) -> list[str]:
+    """Import the kernels of a device, and return the names of the ops that have one.
+
+    Raises:
+        ImportError: the kernels do not import. The message says why.
+    """
+    load(device)
+    # Until a kernel is installed, `run` is a function of this module.
+    return [
+        name
+        for name, op in OPS.items()
+        if device in op.kernels and op.kernels[device].__module__ != __name__
+    ]
 
 
 def implementation(op: Op, device: str) -> str:

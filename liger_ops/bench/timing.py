@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import Effort, MeasuredDevice, Spread, infer_device, spread
+from ..device import Effort, MeasuredDevice, Spread, import_torch_npu, infer_device, spread
 from .providers import one_line
 
 KINDS = ("cuda", "npu")
@@ -91,12 +91,18 @@ def find(kind: str | None) -> Accelerator:
     Raises:
         NoAccelerator: there is no accelerator.
     """
-    kind = kind or infer_device()
+    try:
+        kind = kind or infer_device()
+        if kind == "npu":
+            import_torch_npu()
+    except ImportError as error:
+        raise NoAccelerator(str(error)) from error
     if kind not in KINDS:
         raise NoAccelerator("PyTorch finds no GPU and no NPU on this machine")
     module = getattr(torch, kind, None)
     if module is None or not module.is_available():
-        raise NoAccelerator(f"PyTorch finds no {kind} device on this machine")
+        more = "; python -m liger_ops --npu says why" if kind == "npu" else ""
+        raise NoAccelerator(f"PyTorch finds no {kind} device on this machine{more}")
     return Accelerator(kind)
 
 

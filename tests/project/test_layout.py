@@ -26,8 +26,8 @@ ABOVE = ("rewrites", "fusion", "distributed")
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
 BASE = (
-    "accepted", "autograd", "axes", "checkout", "compile_cache", "derived", "device", "record",
-    "torch_private",
+    "accepted", "ascend", "autograd", "axes", "checkout", "compile_cache", "derived", "device",
+    "record", "torch_private",
 )  # fmt: skip
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.

@@ -57,7 +57,7 @@ class _DeviceModule:
 
     # The bench uses the rest. Streams and graphs run their work at once.
 
-    def get_device_name(self) -> str:
+    def get_device_name(self, device: Any = None) -> str:
         return "a simulated NPU"
 
     def synchronize(self) -> None:
