@@ -21,6 +21,7 @@ EXPLAIN = """\
 python -c "import liger_ops, torch; print(liger_ops.explain(torch.nn.LayerNorm(8), \
 torch.ones(2, 8)))"\
 """
+NPU = "python -m liger_ops --npu"
 STEP = "python -m liger_ops.bench step --model llama-3.2-1b"
 
 
@@ -86,6 +87,8 @@ def as_text(report: dict[str, Any], ops: bool = False) -> str:
         for device, ops in report["kernels"].items()
     ]
     has_kernels = any(report["kernels"].get(device_type) for device_type in report["devices"])
+    # Where torch_npu fails, `import torch` does so too, in every command but this package's.
+    is_broken_npu = report["problem"] and report["versions"]["torch_npu"]
     facts = {
         "liger_ops": f"{package['version']}, sources {package['sources']}, {package['folder']}",
         "versions": ", ".join(versions),
@@ -95,7 +98,7 @@ def as_text(report: dict[str, Any], ops: bool = False) -> str:
         "problem": report["problem"],
         "kernels for": ", ".join(kernels),
         "works here": (KERNELS if has_kernels else DEFINITIONS).format(count=count),
-        "next": STEP if has_kernels else EXPLAIN,
+        "next": NPU if is_broken_npu else STEP if has_kernels else EXPLAIN,
         "all ops": "python -m liger_ops --ops, or --json",
     }
     text = "\n".join(f"{name:<14} {fact}" for name, fact in facts.items() if fact)

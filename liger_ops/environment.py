@@ -76,12 +76,18 @@ def _kernels() -> tuple[dict[str, list[str]], dict[str, str]]:
     for device in library.DEVICES:
         kernels[device] = []
         try:
-            kernels[device] = library.imported_kernels(device)
+            library.load(device)
         except ImportError as error:
             without[device] = str(error).partition("failed: ")[2] or str(error)
-        else:
-            if not kernels[device]:
-                without[device] = _unregistered(device)
+            continue
+        kernels[device] = [
+            name
+            for name, op in library.OPS.items()
+            # Until a kernel is installed, the op's function there is one of `library`.
+            if device in op.kernels and op.kernels[device].__module__ != library.__name__
+        ]
+        if not kernels[device]:
+            without[device] = _unregistered(device)
     return kernels, without
 
 

@@ -21,7 +21,7 @@ import functools
 import importlib
 import itertools
 import pkgutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -332,7 +332,7 @@ def _run_on_device(op: Op, device: str) -> None:
             if any(output is not None for output in listed):
                 function(call, *listed, plan)
         else:
-            _fill_without_rows(op, call, [call[i] for i in required], listed)
+            op.fill_without_rows(call, [call[i] for i in required], listed)
         return outputs
 
     op.custom_op._lib.impl(name, without_dynamo(run), DEVICES[device])
@@ -340,24 +340,6 @@ def _run_on_device(op: Op, device: str) -> None:
     if has(*AUTOGRAD):
         key = getattr(torch.DispatchKey, DEVICES[device])
         op.entries[torch.DispatchKeySet(key).raw_repr()] = run
-
-
-def _fill_without_rows(
-    op: Op, call: Any, required: Sequence[Tensor], outputs: Sequence[Tensor | None]
-) -> None:
-    """Fill the outputs of a call of which a required tensor is empty, as the definition does."""
-    if op.name.endswith("_backward") and not any(tensor.numel() for tensor in required):
-        # A gradient is then a sum of no terms. The definition would compute it in float32, which
-        # takes twice the memory of an embedding's weight.
-        for output in outputs:
-            if output is not None:
-                output.zero_()
-    elif any(output is not None and output.numel() for output in outputs):
-        results = op.definition(*call)
-        listed = results if isinstance(results, tuple) else (results,)
-        for output, result in zip(outputs, listed, strict=True):
-            if output is not None:
-                output.copy_(result)
 
 
 def allocate(name: str, call: Any) -> Any:
@@ -421,21 +403,6 @@ def keep_dtypes_under_autocast(*names: str) -> None:
     """
     for name, key in itertools.product(names, ("AutocastCPU", *AUTOCAST_KEYS.values())):
         under_autocast(OPS[name], key, lambda value: value)
-
-
-def imported_kernels(device: str) -> list[str]:
-    """Import the kernels of a device, and return the names of the ops that have one.
-
-    Raises:
-        ImportError: the kernels do not import. The message says why.
-    """
-    load(device)
-    # Until a kernel is installed, `run` is a function of this module.
-    return [
-        name
-        for name, op in OPS.items()
-        if device in op.kernels and op.kernels[device].__module__ != __name__
-    ]
 
 
 def implementation(op: Op, device: str) -> str:

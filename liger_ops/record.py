@@ -69,6 +69,24 @@ class Op:
         self.check_and_allocate(*args, **kwargs)
         return self.definition(*args, **kwargs)
 
+    def fill_without_rows(
+        self, call: Any, required: Sequence[Tensor], outputs: Sequence[Tensor | None]
+    ) -> None:
+        """Fill the outputs of a call of which a required tensor is empty, as the definition does.
+        `required` are the call's required tensors."""
+        if self.name.endswith("_backward") and not any(tensor.numel() for tensor in required):
+            # A gradient is then a sum of no terms. The definition would compute it in float32,
+            # which takes twice the memory of an embedding's weight.
+            for output in outputs:
+                if output is not None:
+                    output.zero_()
+        elif any(output is not None and output.numel() for output in outputs):
+            results = self.definition(*call)
+            listed = results if isinstance(results, tuple) else (results,)
+            for output, result in zip(outputs, listed, strict=True):
+                if output is not None:
+                    output.copy_(result)
+
 
 def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
     """Return a function that takes the positional and keyword arguments of op `name`, and raises

@@ -50,7 +50,14 @@ except BaseException as error:
 print({ANSWER!r} + json.dumps(found), flush=True)
 """
 TORCH_NPU = "import torch, torch_npu"
-TRITON = "import triton, triton.backends, triton.language"
+# Where a distribution that overwrote the package is uninstalled, it imports and has no `jit`.
+TRITON = """
+import triton, triton.language
+from triton.backends import backends
+triton.jit
+if "ascend" not in backends:
+    raise RuntimeError(f"the backends of triton are {sorted(backends)}, and not ascend")
+"""
 PYBIND11 = "import pybind11"
 DEVICE = """
 import torch, torch_npu
@@ -176,10 +183,11 @@ def triton_is_triton_ascend() -> Outcome:
         raise Failed("triton-ascend is not installed", "Run `pip install triton-ascend pybind11`.")
     has_backend = (folder / "backends" / "ascend").is_dir()
     if ascend and upstream:
-        which = "has" if has_backend else "has not"
+        text = (folder / "__init__.py").read_text() if (folder / "__init__.py").is_file() else ""
+        own = re.search(r"__version__ = ['\"](.*?)['\"]", text)
         raise Failed(
-            f"triton {upstream} and triton-ascend {ascend} are both installed; the package that is"
-            f" imported {which} the backend ascend",
+            f"triton {upstream} and triton-ascend {ascend} are both installed, of which"
+            f" {own[1] if own else 'neither'} is imported",
             cures.one_triton(),
         )
     if not has_backend:

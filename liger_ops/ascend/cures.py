@@ -93,7 +93,7 @@ CURES: tuple[tuple[str, Callable[[], str]], ...] = (
     (r"\blib\w+\.so[\d.]*: (cannot open|not found)", set_env),
     (r"ASCEND_HOME_PATH|ASCEND_OPP_PATH|No module named '(acl|tbe|te)\b", set_env),
     ("No module named 'pybind11'", pybind11),
-    (r"from 'triton\b|No module named 'triton\b", one_triton),
+    (r"from 'triton\b|odule (named )?'triton\b|the backends of triton", one_triton),
     ("Two accelerators cannot be used", cpu_torch),
     (r"C\+\+20 or later", standard),
     (r"Failed to find C\+\+ compiler", compiler),

@@ -111,4 +111,6 @@ def test_a_package_that_does_not_import_is_reported(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
-    assert facts["problem"] == "ImportError: libascendcl.so: not found"
+    reason = "ImportError: torch_npu does not load: ImportError: libascendcl.so: not found. "
+    assert facts["problem"].startswith(reason)
+    assert "set_env.sh" in facts["problem"]

@@ -47,18 +47,26 @@ def _autoload():
 """
 NO_HCCL = "libhccl.so: cannot open shared object file: No such file or directory"
 NO_LANGUAGE = "cannot import name 'Language' from 'triton.backends.compiler'"
+BACKEND = """
+from triton.backends.{module} import {base}
+class Ascend({base}):
+    is_active = staticmethod(lambda: False)
+Ascend.__abstractmethods__ = frozenset()
+"""
 COMPILER = "#!/bin/sh\necho bishengir-compile 9.9\n"
 
 
 @dataclass
 class State:
-    """What is installed: each stand-in's source or version, None for one that is missing."""
+    """Stand-ins that are installed: each one's source or version, None for one that is missing."""
 
     torch_npu: str | None = SIMULATED
     torch_npu_version: str = f"{MINOR}.0.post4"
     # Distributions that claim to have installed the package `triton`.
     tritons: dict[str, str] = field(default_factory=lambda: {"triton-ascend": "3.2.0"})
     has_backend: bool = True
+    has_init: bool = True
+    is_found: bool = True
     fails: str = ""
     standard: int = 20
     pybind11: bool = True
@@ -91,13 +99,19 @@ def install(state: State, folder: Path) -> None:
             if entry.name not in ("__init__.py", "backends", "__pycache__") or target != triton:
                 (target / entry.name).symlink_to(entry)
     header = f"raise ImportError({state.fails!r})\n" if state.fails else "import pybind11\n"
-    (triton / "__init__.py").write_text(header + (real / "__init__.py").read_text())
+    if state.has_init:
+        (triton / "__init__.py").write_text(header + (real / "__init__.py").read_text())
     if state.has_backend:
         backend = triton / "backends" / "ascend"
         backend.mkdir()
+        for module, base in (("compiler", "BaseBackend"), ("driver", "DriverBase")):
+            text = BACKEND.format(module=module, base=base)
+            (backend / f"{module}.py").write_text(text)
         (backend / "utils.py").write_text(f'cc_cmd += ["-std=c++{state.standard}", "-shared"]\n')
+    is_found = state.has_backend and state.is_found
     for name, version in state.tritons.items():
-        distribution(folder, name, version)
+        entry = "[triton.backends]\nascend = triton.backends.ascend\n"
+        distribution(folder, name, version, entry if name == "triton-ascend" and is_found else "")
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +197,12 @@ BROKEN = {
         "pip uninstall -y triton triton-ascend",
     ),
     "triton was uninstalled": (
-        State(fails=NO_LANGUAGE),
+        State(has_init=False),
+        "triton",
+        "pip uninstall -y triton triton-ascend",
+    ),
+    "the backend is not found": (
+        State(is_found=False),
         "triton",
         "pip uninstall -y triton triton-ascend",
     ),
