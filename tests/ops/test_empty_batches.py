@@ -16,9 +16,7 @@ import liger_ops
 from liger_ops import library
 from op_checks import as_tuple, poisoned_memory
 from op_table import OPS
-from op_under_test import EVERY_FOLDER, OpUnderTest
-
-pytestmark = pytest.mark.device_kernels
+from op_under_test import DEVICE, EVERY_FOLDER, OpUnderTest
 
 # The axis of the rows or the batch, for the ops for which it is not the first.
 ROWS = {"attn_res": 1}
@@ -33,6 +31,7 @@ def empty_cases(op: OpUnderTest) -> Iterator[tuple[int, Any]]:
                 yield axis, replace(case, shape=shape)
 
 
+@pytest.mark.device_kernels
 @EVERY_FOLDER
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_an_empty_call_gives_what_the_definition_does(op: OpUnderTest, folder: str) -> None:
@@ -62,10 +61,12 @@ def test_an_empty_call_gives_what_the_definition_does(op: OpUnderTest, folder: s
     assert ROWS.get(op.id, 0) in compared
 
 
+@pytest.mark.device_kernels
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @EVERY_FOLDER
 def test_the_loss_of_no_tokens_is_pytorchs(folder: str, reduction: str) -> None:
-    x, target = torch.randn(0, 8), torch.zeros(0, dtype=torch.int64)
+    x = torch.randn(0, 8, device=DEVICE)
+    target = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     forward = library.OPS["cross_entropy_forward"].kernels[folder]
     loss = forward(x, target, reduction=reduction)[0]
     expected = torch.nn.functional.cross_entropy(x, target, reduction=reduction)
