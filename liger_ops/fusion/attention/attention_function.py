@@ -287,7 +287,7 @@ def mask_function(
         now = original if current is None else current()
         if now is not original:
             return now(*args, **given)
-        if args or not has_engine(**given) or not _fits_flex_attention(given):
+        if args or not _is_for_engines(given):
             return original(*args, **given)
         padding, size = given.get("attention_mask"), _size_of_window(given)
         if padding is not None and not is_tracing(padding) and bool(padding.all()):
@@ -313,12 +313,8 @@ def documents_function(
     mask is causal or a causal window and `mask_function` would make it, or else None."""
 
     def documents(*args: Any, **given: Any) -> Documents | None:
-        is_made = not args and current() is original and has_engine(**given)
-        if (
-            not is_made
-            or not _fits_flex_attention(given)
-            or given.get("attention_mask") is not None
-        ):
+        is_made = not args and current() is original and _is_for_engines(given)
+        if not is_made or given.get("attention_mask") is not None:
             return None
         if read(given["config"], "attention_chunk_size") and given.get("local_size") is not None:
             # With documents transformers may count chunks by positions.
@@ -329,8 +325,10 @@ def documents_function(
     return documents
 
 
-def _fits_flex_attention(given: dict[str, Any]) -> bool:
-    """Return whether flex_attention takes the mask: for as many queries as keys, both from 0."""
+def _is_for_engines(given: dict[str, Any]) -> bool:
+    """Return whether a fast engine takes the mask: for as many queries as keys, both from 0."""
+    if not has_engine(**given):
+        return False
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if not all(isinstance(offset, int) and offset == 0 for offset in offsets):
         return False
