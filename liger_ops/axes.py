@@ -18,8 +18,9 @@ A line names the axes of each tensor argument and of each result:
   `reduction` computes a mean. No device knows the divisor of a mean over all devices; thus no axis
   may be sharded, unless the divisor is given as `num_items_in_batch`.
 * `target=*: int` restricts the dtype of an argument: `int` is int32 or int64, `bool` is bool,
-  `number` is any dtype but bool and complex, and `any` is any dtype. An argument's name is the
-  dtype of that argument. Without a colon, an argument has any floating point dtype.
+  `number` is any dtype but bool and complex, and `any` is any dtype. `host` is int64 in the memory
+  of the CPU, whatever the device of the other arguments. An argument's name is the dtype of that
+  argument. Without a colon, an argument has any floating point dtype.
 * `predicted=*: int64` is the dtype of a result, if it differs from that of the other results. An
   argument's name is the dtype of that argument; `lse=*: float32+x` is float32, or float64 if x is.
 * `gate=* n, up=* n -> y=* n | gate=* 2*N -> y=* N` are two forms. A call has the first form that

@@ -113,6 +113,7 @@ DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "int32": (lambda tensor: tensor.dtype is torch.int32, "int32"),
     "any": (lambda tensor: True, "a tensor"),
     "bool": (lambda x: x.dtype is torch.bool, "bool"),
+    "host": (lambda tensor: tensor.dtype is torch.int64, "int64"),
     "number": (lambda x: x.dtype is not torch.bool and not x.is_complex(), "a number"),
 }
 
@@ -225,7 +226,10 @@ def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Chec
             if same is not None and tensor.dtype != call[same].dtype:
                 expected = f"{other}'s dtype, {call[same].dtype}"
                 raise TypeError(f"{op}: {name} must have {expected}, got {tensor.dtype}")
-            if tensor.device != device:
+            if other == "host":
+                if tensor.device.type != "cpu":
+                    raise ValueError(f"{op}: {name} must be on the CPU, got {tensor.device}")
+            elif tensor.device != device:
                 raise ValueError(
                     f"{op}: {name} must be on {x}'s device, {device}, got {tensor.device}"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,6 +12,7 @@ from ..torch_private import HigherOrderOperator
 from .attention import causal_attention, grouped_attention, masked_attention, sdpa
 from .engine import casts, recompute
 from .engine.effects import subgraphs
+from .engine.graph_state import copy_of
 from .engine.report import Report, failed, is_strict
 from .engine.rewrite import replace_all
 from .layers import (
@@ -100,7 +100,7 @@ def rewrite(
     """
     report = Report()
     modules = inlined(module)
-    graphs = {} if is_strict(strict) else {m: copy.deepcopy(m.graph) for m in modules}
+    graphs = {} if is_strict(strict) else {m: copy_of(m.graph) for m in modules}
     try:
         # Imports the compiler, which importing liger_ops does not.
         from ..torch_private import disable_saved_tensors_hooks

@@ -259,6 +259,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"cu_seqlens": torch.zeros(0).int(), "lengths": None}, "cu_seqlens must have at least"),
         ({"lengths": torch.zeros(7).int()}, "lengths must have 8 elements, one for each document"),
         ({"sinks": (3,)}, "sinks must have the shape of"),
+        ({"bounds": torch.zeros(2).int()}, "bounds must be int64, got torch.int32"),
+        ({"bounds": torch.zeros(3).long()}, "bounds must have the shape of (2,), (2,), got (3,)"),
+        ({"bounds": torch.zeros(2).long().to("meta")}, "bounds must be on the CPU, got meta"),
     ],
 }  # fmt: skip
 

@@ -176,8 +176,12 @@ MEASURES = [
 DEFINITIONS = [ROOT / "liger_ops/ops/experts/rows.py"]
 
 
-# torch_npu's operator takes the ends of documents as numbers, on the host.
-OPERATORS = [ROOT / "lowering/npu/attention/varlen_attention.py"]
+# torch_npu's operator takes the ends of documents as numbers, on the host. Where the common code
+# reads numbers, they are on the host already.
+OPERATORS = [
+    ROOT / "lowering/npu/attention/varlen_attention.py",
+    ROOT / "lowering/common/attention/varlen_attention.py",
+]
 
 
 HOST_CODE = (

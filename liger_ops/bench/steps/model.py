@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
     parser.add_argument("--sequence-length", type=int, help="the same, 32 on a CPU")
     parser.add_argument("--layers", type=int, help="text: default: those of the shape")
     parser.add_argument("--autocast", action="store_true", help="text: float32 under autocast")
+    parser.add_argument("--checkpoint", action="store_true", help="text: recompute each layer")
     parser.add_argument("--steps", type=int, default=20, help="timed; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -136,7 +137,7 @@ def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
     for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
         if (value := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    command += ["--autocast"] if options.autocast else []
+    command += [f"--{flag}" for flag in ("autocast", "checkpoint") if getattr(options, flag)]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
         lines = run.stderr.strip().splitlines() or ["no message"]
@@ -192,6 +193,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     else:
         made = unet(options.shape, options.batch_size, device)
     model, loss_of, batch = made
+    if options.checkpoint:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
     if way.startswith("fused"):
         liger_ops.fuse(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

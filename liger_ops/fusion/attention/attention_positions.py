@@ -4,9 +4,8 @@ While it is traced transformers cannot read them, and adds a mask of documents i
 Position_ids that a model makes itself if it is given none hold no packed documents: its forward is
 traced without data, and the positions that it passes to the mask functions are proved consecutive.
 
-Position_ids that it is given become the documents of varlen_attention, in code that can read them.
-The mask is made as it would be without them: if that is causal, or a causal window, each document
-takes the place of a row.
+Position_ids that it is given become the documents of varlen_attention. The mask is made as it would
+be without them: if that is causal, or a causal window, each document takes the place of a row.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...rewrites.attention.documents import Documents
+from ...rewrites.attention.documents import Documents, packed_rows
+from ...rewrites.attention.mask.blocks import called
 from ...rewrites.attention.mask.evaluate import IndexFunctions
 from ...rewrites.engine.maps.algebra import Affine, Unknown, index
 from ..layers.rebinding import chain_to, opaque, rebound, wrapped
@@ -101,8 +101,7 @@ def reading_positions(
     forward: Any, inputs: tuple[str, ...], name: str, documents: Callable[..., Any],
     is_tracing: Callable[[Tensor], bool],
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a forward that reads the position_ids that it is given as documents, unless it is
-    traced.
+    """Return a forward that reads the position_ids that it is given as documents.
 
     Args:
         forward: that of the model.
@@ -160,22 +159,18 @@ def _with_documents(
             or getattr(config, "_attn_implementation", None) != name
             or inputs is None
             or not _are_positions(positions)
-            or is_tracing(positions)
             or any(value is not None for value in others)
         ):
             return make_mask(*args, **given)
-        batch, length = inputs.shape[:2]
-        begins = torch.diff(positions, prepend=positions[:, :1], dim=-1) != 1
-        begins = begins.expand(batch, length).flatten()
-        starts = begins.nonzero().squeeze(1)
+        begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
         without = {**given, "position_ids": None}
-        if len(starts) == batch:
+        if not is_tracing(begins) and not begins.any():
             return make_mask(**without)
         rows = by_rows(**without)
         if not isinstance(rows, Documents):
             return make_mask(**given)
-        bounds = torch.cat((starts, starts.new_tensor([batch * length]))).int()
-        return Documents(bounds, None, None, rows.window_left, int(bounds.diff().max()))
+        packed = packed_rows(called, begins.expand(inputs.shape[:2]))
+        return packed._replace(window_left=rows.window_left)
 
     return make
 

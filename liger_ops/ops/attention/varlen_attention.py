@@ -23,6 +23,7 @@ def varlen_attention(
     lengths: Tensor | None = None, key_mask: Tensor | None = None, sinks: Tensor | None = None,
     window_left: int = -1, window_right: int = 0,
     scale: float | None = None, softcap: float | None = None, engine: str = "auto",
+    bounds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend from every token to the tokens of its document, in a batch of documents of any
     lengths.
@@ -49,10 +50,15 @@ def varlen_attention(
     Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
     sum in float32. The softmax is therefore rounded to that dtype before its product with value.
 
-    No kernel of a GPU waits for the device, and no tensor of T * T elements is made: y and lse are
-    stored, and the backward computes the softmax again. The documents are read on the device, so
-    other documents need no compilation. The definition, which runs on a CPU, for float64 and under
-    `torch.func`, holds all scores, H * T * T numbers.
+    On a GPU no tensor of T * T elements is made: y and lse are stored, and the backward computes
+    the softmax again. The documents are read on the device, so other documents need no compilation.
+    The definition, which runs on a CPU, for float64 and under `torch.func`, holds all scores,
+    H * T * T numbers.
+
+    cu_seqlens may have room for more documents than there are, with empty ones behind the last, and
+    max_seqlen for longer ones, as where code is compiled once for every batch. bounds then says how
+    many there are, so that nothing is launched or planned for the others. A CUDA graph is recorded
+    for all of them.
 
     On a GPU an engine computes it. All give the same numbers within their rounding:
 
@@ -105,16 +111,21 @@ def varlen_attention(
         scale: a number above 0; None for 1 / sqrt(D).
         softcap: a number above 0, or None.
         engine: "auto", "cudnn", "flash" or "triton", for a GPU; other devices ignore it.
+        bounds: (2,), int64, on the CPU: the number of documents before the first of the empty ones
+            behind the last, and the length of the longest, at least; not checked. None for N and
+            max_seqlen.
 
     Returns:
         y: (T, H, E), contiguous, of query's dtype.
 
     Raises:
         TypeError: query, key, value or sinks is not floating point, the dtypes of query, key and
-            value differ, cu_seqlens or lengths is neither int32 nor int64, or key_mask is not bool.
+            value differ, cu_seqlens or lengths is neither int32 nor int64, key_mask is not bool, or
+            bounds is not int64.
         ValueError: the shapes do not fit together, H' does not divide H, or D or E is 0 or above
             256; cu_seqlens is empty; max_seqlen is below 1, or a bound of the window below -1;
-            scale or softcap is not a number above 0; engine is unknown; or the devices differ.
+            scale or softcap is not a number above 0; engine is unknown; bounds is not on the
+            CPU; or the devices of the others differ.
 
     Source: Dao, "FlashAttention-2", 2023; sinks as in GPT-OSS (OpenAI, 2025).
 
@@ -125,7 +136,7 @@ def varlen_attention(
         tensor([0.0000, 0.5000, 2.0000, 2.5000, 3.0000])
     """
     query, key, value = cast_for_products(query, key, value)
-    options = (lengths, key_mask, sinks, window_left, window_right, scale, softcap, engine)
+    options = (lengths, key_mask, sinks, window_left, window_right, scale, softcap, engine, bounds)
     return varlen_attention_forward(query, key, value, cu_seqlens, max_seqlen, *options)[0]
 
 
@@ -134,7 +145,7 @@ def varlen_attention(
     strides=torch.Tag.needs_exact_strides,
     returns="y lse",
     axes="query=T h D, key=T h' D: query, value=T h' E: query, cu_seqlens=M: int, lengths=N: int,"
-    "key_mask=T: bool, sinks=h -> y=T h E, lse=h T: float32+query",
+    "key_mask=T: bool, sinks=h, bounds=2: host -> y=T h E, lse=h T: float32+query",
     options={
         "max_seqlen": AT_LEAST_1, "window_left": BOUND, "window_right": BOUND,
         "scale": POSITIVE, "softcap": POSITIVE, "engine": ENGINES,
@@ -167,7 +178,7 @@ def varlen_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
 
 @library.backward(
     "varlen_attention_forward",
-    "dy query key value y lse cu_seqlens max_seqlen lengths key_mask sinks ... output_mask"
+    "dy query key value y lse cu_seqlens max_seqlen lengths key_mask sinks bounds ... output_mask"
     " -> dquery dkey dvalue dsinks",
     returns="dquery dkey dvalue dsinks",
 )

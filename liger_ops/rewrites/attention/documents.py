@@ -10,8 +10,9 @@ A mask over the keys of each row is read on the device. Its first and its last v
 row's document, behind one of the padding before it, which has no keys; its queries include those of
 the padding behind it, which see the tokens before them, as with the mask. A mask with holes between
 the two is passed too, and is right at the op's price for it. So one program serves every batch: a
-mask of ones, padding on either side, and any other. These functions take `call`, as those of
-`mask.blocks` do.
+mask of ones, padding on either side, and any other. Packed documents are found by an op
+(`packed_documents`), which tells the host how many there are. These functions take `call`, as those
+of `mask.blocks` do.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.canonical import value
-from ..engine.maps.algebra import And, Condition, Size, axes_of, conjunction, data_of
+from ..engine.maps.algebra import Condition, Size, axes_of, conjunction, data_of
 from .mask.blocks import BATCH, KEYS, Call
+from .mask.evaluate import Scope
+from .mask.packing import conjuncts, packing
 from .mask.proof import departure, window
+from .packed_documents import PACKED_DOCUMENTS
 
 
 class Documents(NamedTuple):
@@ -34,14 +38,14 @@ class Documents(NamedTuple):
     Attributes:
         cu_seqlens, lengths, key_mask: those of the op, tensors or nodes.
         window_left: that of the op.
-        max_seqlen: that of the op; None for the length of a row.
+        bounds: that of the op.
     """
 
     cu_seqlens: Any
     lengths: Any = None
     key_mask: Any = None
     window_left: int = -1
-    max_seqlen: int | None = None
+    bounds: Any = None
 
 
 def rows(call: Call, batch: Any, length: Any, device: torch.device) -> Documents:
@@ -49,6 +53,14 @@ def rows(call: Call, batch: Any, length: Any, device: torch.device) -> Documents
     last = call(operator.add, batch, 1)
     numbers = call(torch.arange, last, dtype=torch.int32, device=device)
     return Documents(call(operator.mul, numbers, length))
+
+
+def packed_rows(call: Call, begins: Any) -> Documents:
+    """Return a batch whose rows have a document from each token where `begins`, a boolean (batch,
+    length), is True, and from their first."""
+    found = call(PACKED_DOCUMENTS, begins)
+    cu_seqlens, bounds = (call(operator.getitem, found, i) for i in range(2))
+    return Documents(cu_seqlens, bounds=bounds)
 
 
 def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
@@ -78,37 +90,41 @@ def attend(
     query, key, values = (
         call(torch.flatten, call(torch.transpose, x, 1, 2), 0, 1) for x in operands
     )
-    cu_seqlens, lengths, key_mask, left, longest = documents
-    longest = length if longest is None else longest
+    cu_seqlens, lengths, key_mask, left, bounds = documents
     y = call(
-        torch.ops.liger.varlen_attention.default, query, key, values, cu_seqlens, longest,
-        lengths, key_mask, sinks, left, 0, scale, softcap,
+        torch.ops.liger.varlen_attention.default, query, key, values, cu_seqlens, length,
+        lengths, key_mask, sinks, left, 0, scale, softcap, "auto", bounds,
     )  # fmt: skip
     return call(torch.unflatten, y, 0, (batch, length))
 
 
-def window_and_keys(condition: Condition, shape: Sequence[Size]) -> tuple[int, Condition] | None:
-    """Split the condition that a query sees a key into a causal window and one of keys alone.
+class Sight(NamedTuple):
+    """Keys that a query sees: those of its document, no later than it and within the window.
 
-    Return window_left of `varlen_attention`, -1 for no window, and the condition under which a key
-    of a row is seen, True for all; None if the condition is another.
+    Attributes:
+        window_left: that of `varlen_attention`.
+        of_keys: the condition under which key j of row b is seen, True for all.
+        begins: the condition that token j of row b begins a document; False if rows are documents.
     """
+
+    window_left: int
+    of_keys: Condition = True
+    begins: Condition = False
+
+
+def sight(condition: Condition, shape: Sequence[Size], scope: Scope) -> Sight | None:
+    """Return the condition that a query sees a key as documents and a causal window, or None."""
+    begins, within = packing(condition, scope) or (False, condition)
     by_index: Condition = True
     of_keys: Condition = True
-    for part in _conjuncts(condition):
+    for part in conjuncts(within):
         if not data_of(part):
             by_index = conjunction(by_index, part)
-        elif axes_of(part) <= {BATCH, KEYS}:
+        elif axes_of(part) <= {BATCH, KEYS} and begins is False:
             of_keys = conjunction(of_keys, part)
         else:
             return None
     if departure(by_index, shape) is None:
-        return -1, of_keys
+        return Sight(-1, of_keys, begins)
     size = window(by_index, shape)
-    return None if size is None else (size - 1, of_keys)
-
-
-def _conjuncts(condition: Condition) -> list[Condition]:
-    if isinstance(condition, And):
-        return [*_conjuncts(condition.left), *_conjuncts(condition.right)]
-    return [condition]
+    return None if size is None else Sight(size - 1, of_keys, begins)

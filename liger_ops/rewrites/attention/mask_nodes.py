@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..engine.canonical import value
 from ..engine.insertion import Emitter, Refused
 from ..engine.maps.algebra import Condition, Size, always_true
-from .documents import Documents, padded_rows
+from .documents import Documents, Sight, packed_rows, padded_rows
 from .flex_attention import BlockMaskNodes, ScoreSizes, emit_block_mask, inlined_condition
 from .mask.blocks import BATCH, KEYS
 from .mask.evaluate import Scope
@@ -50,27 +50,33 @@ class MaskNodes:
         return nodes.in_scope(scope)
 
     def documents(
-        self, of_keys: Condition, mask: fx.Node, scope: Scope, shape: tuple[Size, ...]
+        self, seen: Sight, mask: fx.Node, scope: Scope, shape: tuple[Size, ...]
     ) -> Documents:
-        """Return the documents of rows whose keys `of_keys` shows, emitted once, as `block_mask`
-        does."""
+        """Return the documents that a mask shows, emitted once, as `block_mask` does."""
 
         def emit_rows(emit: Emitter, sizes: ScoreSizes, home: Scope, device: torch.device) -> Any:
-            return emit_documents(emit, of_keys, sizes, home, device)
+            return emit_documents(emit, seen, sizes, home, device)
 
-        found = self._once((of_keys, Documents), mask, scope, shape, emit_rows)
-        cu_seqlens, lengths, key_mask = map(scope.inward, found[:3])
-        return Documents(cu_seqlens, lengths, key_mask)
+        is_packed = seen.begins is not False
+        kind = (seen.begins, "packed") if is_packed else (seen.of_keys, "padded")
+        found = self._once(kind, mask, scope, shape, emit_rows)
+        nodes: dict[str, Any] = {
+            name: scope.inward(node)
+            for name, node in found._asdict().items()
+            if isinstance(node, fx.Node)
+        }
+        return Documents(**nodes)
 
     def _once(
-        self, kind: tuple[Condition, Any], mask: fx.Node, scope: Scope, shape: tuple[Size, ...],
+        self, kind: tuple[Condition, bool | str], mask: fx.Node, scope: Scope,
+        shape: tuple[Size, ...],
         emit_nodes: Callable[[Emitter, ScoreSizes, Scope, torch.device], Any],
     ) -> Any:  # fmt: skip
         home, origin = scope.home(mask)
         if origin.op == "placeholder":
             raise Refused(f"its mask {origin.name} is an input of the graph, a dense tensor")
-        condition, what = kind
-        key = origin, predicate(condition).code, what
+        condition, option = kind
+        key = origin, predicate(condition).code, option
         # A rewrite that is refused erases the nodes that it inserted, also those cached here.
         if key not in self._emitted or _is_erased(self._emitted[key]):
             emit = Emitter(origin.next, value(origin))
@@ -83,16 +89,21 @@ class MaskNodes:
 
 
 def emit_documents(
-    emit: Emitter, of_keys: Condition, sizes: ScoreSizes, scope: Scope, device: torch.device
+    emit: Emitter, seen: Sight, sizes: ScoreSizes, scope: Scope, device: torch.device
 ) -> Documents:
-    """Emit the documents of rows whose keys `of_keys`, a condition on b and j, shows."""
+    """Emit the documents of rows: packed ones, or those between padding."""
     b, j = (
         emit(torch.Tensor.view, emit(torch.arange, sizes[axis], device=device), view)
         for axis, view in ((BATCH, (-1, 1)), (KEYS, (1, -1)))
     )
-    is_key = inlined_condition(emit, of_keys, scope)(b, j, j, j)
-    is_key = emit(torch.Tensor.expand, is_key, sizes[BATCH], sizes[KEYS])
-    return padded_rows(emit, is_key, sizes[BATCH], sizes[KEYS])
+
+    def of_tokens(condition: Condition) -> Any:
+        shown = inlined_condition(emit, condition, scope)(b, j, j, j)
+        return emit(torch.Tensor.expand, shown, sizes[BATCH], sizes[KEYS])
+
+    if seen.begins is not False:
+        return packed_rows(emit, of_tokens(seen.begins))
+    return padded_rows(emit, of_tokens(seen.of_keys), sizes[BATCH], sizes[KEYS])
 
 
 def _is_erased(nodes: Any) -> bool:

@@ -53,7 +53,7 @@ from .attention import (
     visible_past,
 )
 from .attention_products import Operand
-from .documents import Documents, attend, rows, window_and_keys
+from .documents import Documents, Sight, attend, rows, sight
 from .flex_attention import BlockMaskNodes, emit_block_mask
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
 from .mask.blocks import BATCH, KEYS, dense_datum
@@ -140,10 +140,10 @@ def _replacement(
     shows_unseen = _shows_unseen(attention, condition, scope, shape)
     emit = Emitter(root, value(root))
     qkv = grouped(emit, root, operands)
-    rows_and_keys = window_and_keys(condition, shape) if same(shape[-2], shape[-1]) else None
-    if rows_and_keys is not None and not shows_unseen:
+    seen = sight(condition, shape, scope) if same(shape[-2], shape[-1]) else None
+    if seen is not None and not shows_unseen:
         batch, length = emit.size(operands[0], 0), emit.size(operands[0], -2)
-        documents = _documents(attention, *rows_and_keys, scope, mask_nodes, operands)
+        documents = _documents(attention, seen, scope, mask_nodes, operands)
         options = (attention.scale, attention.softcap, attention.sinks)
         by_token = attend(emit, qkv, documents, batch, length, *options)
         call = result = emit(torch.transpose, by_token, 1, 2)
@@ -242,23 +242,23 @@ def _block_mask(
 
 
 def _documents(
-    attention: UnfusedAttention, window_left: int, of_keys: Condition, scope: Scope,
+    attention: UnfusedAttention, seen: Sight, scope: Scope,
     mask_nodes: MaskNodes, operands: Operands,
 ) -> Documents:  # fmt: skip
-    """Return the documents of a batch whose rows see the keys that `of_keys` shows."""
+    """Return the documents of a batch."""
     emit = Emitter(attention.root, value(attention.root))
     query, key, _ = operands
-    if of_keys is True:
+    if seen.of_keys is True and seen.begins is False:
         sizes, device = (emit.size(query, 0), emit.size(key, -2)), value(query).device
         documents = rows(emit, *sizes, device)
     elif len(attention.masks) == 1:
         shape = (*value(query).shape[:-1], value(key).shape[-2])
-        documents = mask_nodes.documents(of_keys, attention.masks[0].source, scope, shape)
+        documents = mask_nodes.documents(seen, attention.masks[0].source, scope, shape)
     else:
         sizes_by_axis = {BATCH: emit.size(query, 0), KEYS: emit.size(key, -2)}
         device = value(query).device
-        documents = emit_documents(emit, of_keys, sizes_by_axis, scope, device)
-    return documents._replace(window_left=window_left)
+        documents = emit_documents(emit, seen, sizes_by_axis, scope, device)
+    return documents._replace(window_left=seen.window_left)
 
 
 def _erase_unused_operands(operands: Operands, masks: Iterable[Mask], scope: Scope) -> None:

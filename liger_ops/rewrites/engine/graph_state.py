@@ -5,6 +5,7 @@ whether the graph would observe that values have other strides than before.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -26,6 +27,16 @@ _TRANSFORM = "_increment_nesting"
 _DUAL = "_enter_dual_level"
 # Functions that change a setting for all nodes after them.
 _SETTINGS = ("_set_fwd_grad_enabled", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph, with what Dynamo notes about its inputs beside their `meta`: where they come
+    from. AOTAutograd does not compile Dynamo's graph without it, and PyTorch does not copy it."""
+    copied = copy.deepcopy(graph)
+    inputs = (one.find_nodes(op="placeholder") for one in (graph, copied))
+    for node, other in zip(*inputs, strict=True):
+        vars(other).update({name: x for name, x in vars(node).items() if not hasattr(other, name)})
+    return copied
 
 
 class _Order(dict[fx.Node, int]):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.attention.varlen_attention import ENGINES
+from ...common.attention.varlen_attention import bounded
 from ...common.tensors import next_power_of_2
 from . import cudnn_engine, flash_engine, varlen_gradients, varlen_kernels
 from .varlen_completion import complete, holes_of
@@ -120,6 +121,7 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     y, lse = library.allocate("varlen_attention_forward", call)
     if y.numel() == 0:
         return y, lse
+    call = bounded(call)
     holes = holes_of(call)
     results = _by_others(call, lambda engine: engine.forward(call, y, lse))
     if results is None:
@@ -139,6 +141,7 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     *gradients, dsinks = outputs
     if call.dy.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
+    call = bounded(call)
     holes, results = holes_of(call), None
     if any(gradient is not None for gradient in gradients):
         results = _by_others(call, lambda engine: engine.backward(call, *gradients))

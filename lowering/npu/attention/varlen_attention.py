@@ -35,6 +35,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.attention.varlen_attention import scale_of
+from ...common.attention.varlen_attention import bounded
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_HEADS, MOST_DOCUMENTS, MOST_TOKENS = 256, 1024, 2**20
@@ -73,7 +74,7 @@ def _pieces(call: Any) -> Iterator[tuple[slice, dict[str, Any]]]:
     """Yield the tokens of at most MOST_DOCUMENTS documents, and the operator's arguments for these
     documents."""
     # The operator's own arguments are on the host.
-    bounds = call.cu_seqlens.tolist()
+    bounds = bounded(call).cu_seqlens.tolist()
     options = _mask_options(call)
     for i in range(0, len(bounds) - 1, MOST_DOCUMENTS):
         first, *ends = bounds[i : i + MOST_DOCUMENTS + 1]

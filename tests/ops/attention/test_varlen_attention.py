@@ -423,6 +423,33 @@ def test_a_document_longer_than_max_seqlen_is_nan_by_an_engine(use: Use) -> None
     assert run("cuda", call._replace(engine="triton"))[0].isfinite().all()
 
 
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("engine", ["triton", "cudnn"])
+def test_room_for_more_documents(use: Use, engine: str, has_lengths: bool) -> None:
+    """A document for each token, most of them empty, and the numbers of those that are there."""
+    if DEVICE == "cpu":
+        use("cudnn")
+    T, end, dtype = 80, 77, torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    more = {"width": 16, "dtype": dtype, "engine": engine, "sinks": torch.ones(2).to(DEVICE)}
+    for cuts in ((3, 40), (50, 60)):
+        room, bounds = ints(2, *cuts, *[end] * (T - 2)), torch.tensor([3, 48])
+        lengths = ints(1, 6, 9, *[0] * (T - 3)) if has_lengths else None
+        call = call_of(T, room, T, lengths=lengths, **more)._replace(bounds=bounds)
+        tight = call._replace(
+            cu_seqlens=room[:4], lengths=None if lengths is None else lengths[:3], max_seqlen=48,
+            bounds=None,
+        )  # fmt: skip
+        for one, other in zip(run("cuda", call), run("cuda", tight), strict=True):
+            assert torch.equal(one, other)
+        dy = torch.randn_like(call.query)
+        pairs = zip(gradients("cuda", call, dy), gradients("cuda", tight, dy), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    # Of the engine's plan, too: a document that is longer than they say is not computed.
+    short = run("cuda", call._replace(bounds=torch.tensor([3, 40]), engine="cudnn"))[0]
+    assert short.isnan().all()
+
+
 def test_cudnn_reads_tensors_by_their_strides() -> None:
     packed = torch.randn(6, 3, 2, 16, dtype=torch.bfloat16)
     aligned = packed[:, 1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from attention_graphs import MASKED, VARLEN, as_it_is, compiled, heads, mask_nodes, results
-from data_masks import MASKS, documents, on_the_cpu, right_padding
+from data_masks import MASKS, documents, on_the_cpu, positions, right_padding
 from liger_ops.rewrites.attention import causal_attention, masked_attention
 
 OP = masked_attention.OP
@@ -109,6 +109,95 @@ def test_any_padding(name):
     rewritten, _, _ = compiled(attention_with(mask), [masked_attention.rewrite], inner=as_it_is)
     unseen = PADDING[name].cumsum(-1) == 0
     assert rewritten(*inputs).transpose(1, 2)[unseen].count_nonzero() == 0
+
+
+POSITIONS = {
+    "documents": positions(LENGTH),
+    "one document": torch.arange(LENGTH).expand(2, LENGTH) + 5,
+    "all alone": torch.arange(LENGTH).flip(0).expand(2, LENGTH),
+    "gaps": torch.arange(LENGTH).expand(2, LENGTH) + (torch.arange(LENGTH) > 7),
+    "one row": positions(LENGTH)[:1],
+}
+
+
+@pytest.mark.parametrize("mask", ["packed by positions", "packed by positions, a window"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_packed_documents(name, mask):
+    inputs = [*qkv(), POSITIONS[name]]
+    _, (call,) = compare(attention_with(MASKS[mask][0]), inputs)
+    assert call.target is VARLEN
+
+
+# Numbers of which equal ones may not be neighbours, and documents in which positions do not rise by
+# 1. The numbers are functions of positions.
+NOT_DOCUMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "numbers that fall": lambda p: torch.diff(p, prepend=p[:, :1] - 1).clamp(-1, 1).cumsum(-1),
+    "a count along the batch": lambda p: (torch.diff(p, prepend=p[:, :1] - 1) != 1).cumsum(0),
+    "a count that wraps": lambda p: (p % 2 == 0).cumsum(-1, dtype=torch.int8),
+}
+OTHER_POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "another step": lambda p: (torch.diff(p, prepend=p[:, :1] - 1) != 2).cumsum(-1),
+    "no differences": lambda p: (torch.diff(p, n=0, prepend=p[:, :1]) != 1).cumsum(-1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DOCUMENTS | OTHER_POSITIONS)
+def test_what_is_no_packing(name):
+    numbers = (NOT_DOCUMENTS | OTHER_POSITIONS)[name]
+
+    def mask(q: int, k: int, p: Tensor) -> Tensor:
+        ids = numbers(p)
+        seen = torch.arange(q)[:, None] >= torch.arange(k)
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+        distance = p[:, None, :, None] - p[:, None, None, :]
+        return seen & (distance < 6) if name in OTHER_POSITIONS else seen
+
+    inputs = [*qkv(), positions(LENGTH) * 2 + 250]
+    _, (call,) = compare(attention_with(mask), inputs)
+    assert call.target is not VARLEN
+
+
+def _numbers(p: Tensor) -> Tensor:
+    """Return the numbers of the documents of positions p."""
+    return (torch.diff(p, prepend=p[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _same(x: Tensor) -> Tensor:
+    """Return whether a query and a key have the same number of x."""
+    return x[:, None, :, None] == x[:, None, None, :]
+
+
+# What positions p ask of a query and a key, beside documents or in place of them.
+BEYOND_DOCUMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "keys of earlier documents": lambda p: _at_most(_numbers(p)),
+    "keys of later documents": lambda p: _at_most(-_numbers(p)) & _at_most(p),
+    "numbers of the other row": lambda p: (
+        _numbers(p)[:, None, :, None] == _numbers(p).flip(0)[:, None, None, :]
+    ),
+    "numbers of a row for each head": lambda p: _same(_numbers(torch.cat((p, p)))).view(
+        1, 4, LENGTH, LENGTH
+    ),
+    "those of the other row too": lambda p: _same(_numbers(p)) & _same(_numbers(p).flip(0)),
+    "chunks of positions": lambda p: _same(_numbers(p)) & _same(p // 8),
+    "hidden keys": lambda p: _same(_numbers(p)) & (p[:, None, None, :] % 3 > 0),
+}
+
+
+def _at_most(x: Tensor) -> Tensor:
+    """Return whether a key's number of x is at most the query's."""
+    return x[:, None, None, :] <= x[:, None, :, None]
+
+
+@pytest.mark.parametrize("name", BEYOND_DOCUMENTS)
+def test_documents_and_something_else(name):
+    def mask(q: int, k: int, p: Tensor) -> Tensor:
+        shown = BEYOND_DOCUMENTS[name](p)
+        # Where positions say which keys are earlier, indices do not.
+        is_causal = torch.arange(q)[:, None] >= torch.arange(k)
+        return shown if name == "keys of later documents" else shown & is_causal
+
+    _, (call,) = compare(attention_with(mask), [*qkv(), positions(LENGTH)])
+    assert call.target is not VARLEN
 
 
 @pytest.mark.parametrize("name", ["window", "chunks"])

@@ -117,6 +117,17 @@ def test_a_rewrite_that_fails_leaves_the_graph_as_it_came(monkeypatch):
     assert str(inner.graphs[0].graph) == before and inner.ops() == []
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "eager"])
+def test_the_graph_that_is_left_compiles(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
+    """AOTAutograd asks of Dynamo's graph what a copy of it lacks."""
+    monkeypatch.setitem(passes.REWRITES, "swiglu", spoilt)
+    torch._dynamo.reset()
+    options = {"inner_backend": inner, "strict": False}
+    compiled = torch.compile(model, backend=liger_ops.backend, options=options)
+    with pytest.warns(UserWarning, match="swiglu"):
+        torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
+
+
 def test_a_rewrite_that_fails_in_a_block_leaves_every_graph(monkeypatch):
     monkeypatch.setitem(passes.REWRITES, "swiglu", spoilt)
     module = graph_of(

@@ -280,7 +280,7 @@ def assert_equal_but_for_rounding(
 
 
 # Words of the messages that are TypeErrors, because they are about dtypes.
-OF_DTYPES = ("dtype", "floating point", "int64 or int32", "torch.complex")
+OF_DTYPES = ("dtype", "floating point", "int64 or int32", "be int64", "torch.complex")
 
 
 def assert_rejects(op: OpUnderTest, args: tuple[Any, ...], message: str) -> None:

@@ -59,6 +59,12 @@ def _packed_positions(q: int, k: int, positions: Tensor) -> Tensor:
     return _packed(q, k, ids) & (positions[:, None, None, :] <= positions[:, None, :, None])
 
 
+def _window_of_positions(q: int, k: int, positions: Tensor) -> Tensor:
+    """Return the mask of transformers 5.24, which asks positions for the window."""
+    distance = positions[:, None, :, None] - positions[:, None, None, :]
+    return _packed_positions(q, k, positions) & (distance < 6)
+
+
 def _after_left_padding(q: int, k: int, mask: Tensor) -> Tensor:
     """Return Llama 4's mask: chunks are counted from the first token that is not padding."""
     left = (mask.cumsum(-1) == 0).sum(-1)[:, None, None, None]
@@ -88,6 +94,7 @@ MASKS: dict[str, tuple[Mask, Callable[[int], Tensor] | None]] = {
     "packed": (_packed, documents),
     "packed, int32": (_packed, lambda n: documents(n).int()),
     "packed by positions": (_packed_positions, positions),
+    "packed by positions, a window": (_window_of_positions, positions),
     "packed and a window": (
         lambda q, k, ids: _packed(q, k, ids) & (rows(q) - columns(k) < 6),
         documents,

@@ -1,0 +1,51 @@
+"""The op `liger_graph::packed_documents`: where the documents of a packed batch stand.
+
+Kernels have programs for each document, and cuDNN a plan for as many, of the longest one's length.
+So the host needs these two numbers before it launches attention. The op reads them, once for all
+layers and their backward, and returns them as a tensor on the host: as they are data of the graph,
+a batch has its own, whatever memory its other tensors reuse. Neither Inductor nor the partitioner
+computes an op again that they do not know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Not in the namespace `liger`, whose ops have kernels.
+NAME = "liger_graph::packed_documents"
+
+
+# A CUDA graph cannot have it: its recording may not wait for the device.
+@torch.library.custom_op(NAME, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _find(begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the documents of a batch, whose rows are divided by the tokens that begin one.
+
+    Args:
+        begins: (B, L), bool: whether a token begins a document. The first of a row does anyway.
+
+    Returns:
+        cu_seqlens: (B * L + 1,), int32: the first token of each document, and B * L behind the
+            last, so that a compiled graph has the same shapes for every batch.
+        bounds: (2,), int64, on the CPU: how many documents there are, and the length of the
+            longest.
+    """
+    is_start = begins.clone()
+    is_start[:, :1] = True
+    total = is_start.numel()
+    starts = is_start.flatten().nonzero().squeeze(1)
+    cu_seqlens, bounds = _allocate(begins)
+    cu_seqlens.fill_(total)
+    cu_seqlens[: len(starts)] = starts
+    bounds[0] = len(starts)
+    bounds[1] = cu_seqlens[: len(starts) + 1].diff().max() if total else 0
+    return cu_seqlens, bounds
+
+
+@_find.register_fake
+def _allocate(begins: Tensor) -> tuple[Tensor, Tensor]:
+    cu_seqlens = begins.new_empty((begins.numel() + 1,), dtype=torch.int32)
+    return cu_seqlens, torch.empty(2, dtype=torch.int64, device="cpu")
+
+
+PACKED_DOCUMENTS = torch.ops.liger_graph.packed_documents.default
