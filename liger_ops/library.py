@@ -55,17 +55,18 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
-    strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
+    tags: torch.Tag | tuple[torch.Tag, ...] = torch.Tag.needs_contiguous_strides, returns: str = "",
     axes: str = "", dtype: str = "", options: Options | None = None,
     axes_of_call: Callable[[Any, str], str] | None = None,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
     Args:
-        strides: which strides Inductor gives to the inputs: contiguous ones, which their producer
+        tags: which strides Inductor gives to the inputs: contiguous ones, which their producer
             then writes; `needs_fixed_stride_order` for kernels that read views, such as the halves
             of a projection, which Inductor would otherwise copy; `needs_exact_strides` for outputs
-            that follow the strides of the inputs.
+            that follow the strides of the inputs. `cudagraph_unsafe` beside it is for a tensor of
+            the host, which Inductor's CUDA graphs do not take.
         returns: the names of the results in the schema.
         axes: the op's axes line (see `axes`), from which follow the checks, outputs and sharding
             rules of the op and its backward op.
@@ -87,13 +88,13 @@ def define(
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
             mutates_args=(),
             schema=schema_of(definition, returns),
-            tags=(strides,),
+            tags=tags if isinstance(tags, tuple) else (tags,),
         )
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        declaration = (strides, axes, dtype, options or {}, axes_of_call)
+        declaration = (tags, axes, dtype, options or {}, axes_of_call)
         op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, *declaration)
         autograd.register(op)
         refuse_nested(op)
@@ -129,7 +130,7 @@ def backward(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         definition = derived.backward_definition(name, function, form, op.definition)
-        public = define(op.strides, returns)(definition)
+        public = define(op.tags, returns)(definition)
         gradient(name, formula=formula)
         return public
 

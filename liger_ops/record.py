@@ -29,9 +29,8 @@ class Op:
     arguments: type[Any]
     # Raises TypeError for arguments that no op accepts.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
-    # Which strides Inductor gives to the inputs.
-    strides: torch.Tag
     # Arguments of `library.define`, which describes them.
+    tags: torch.Tag | tuple[torch.Tag, ...]
     axes: str
     dtype: str
     options: Options

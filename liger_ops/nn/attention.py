@@ -93,10 +93,10 @@ class VarlenAttention(OptionsModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int,
         lengths: Tensor | None = None, key_mask: Tensor | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, bounds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         documents = (cu_seqlens, max_seqlen, lengths, key_mask)
-        return varlen_attention(query, key, value, *documents, sinks, *self.options)
+        return varlen_attention(query, key, value, *documents, sinks, *self.options, bounds=bounds)
 
 
 @documented(multi_token_attention)

@@ -12,9 +12,7 @@ from .. import library
 from .tensors import widened
 
 
-@library.define(
-    strides=torch.Tag.needs_fixed_stride_order, axes="weight=V d, indices=*: int -> y=* d"
-)
+@library.define(tags=torch.Tag.needs_fixed_stride_order, axes="weight=V d, indices=*: int -> y=* d")
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up rows of a table, such as the vectors of words, by index.
 
@@ -63,7 +61,7 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -
     return y
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(tags=torch.Tag.needs_fixed_stride_order)
 def embedding_backward(
     dy: Tensor, indices: Tensor, num_embeddings: int | torch.SymInt, padding_idx: int | None
 ) -> Tensor:

@@ -13,7 +13,7 @@ from .gated import AXES, gate_and_up, gradients, silu_gradient
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes=AXES,
     dtype="gate+up",
     options={"limit": AT_LEAST_0},

@@ -16,7 +16,7 @@ SCALE = 2 * math.sqrt(2 / math.pi)
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes=AXES,
     dtype="gate+up",
     options={"approximate": APPROXIMATIONS},

@@ -9,7 +9,7 @@ from ... import library
 from ..tensors import widened
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, axes="x=* -> y=*")
+@library.define(tags=torch.Tag.needs_fixed_stride_order, axes="x=* -> y=*")
 def relu_squared(x: Tensor) -> Tensor:
     """Compute the square of relu(x).
 

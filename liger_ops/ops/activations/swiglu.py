@@ -11,7 +11,7 @@ from ... import library
 from .gated import AXES, gate_and_up, gradients, multiplied, silu_gradient, times
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, axes=AXES, dtype="gate+up")
+@library.define(tags=torch.Tag.needs_fixed_stride_order, axes=AXES, dtype="gate+up")
 def swiglu(
     gate: Tensor, up: Tensor | None = None,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,

@@ -97,7 +97,7 @@ def neighborhood_attention(
 
 @library.forward(
     "...",
-    strides=torch.Tag.needs_exact_strides,
+    tags=torch.Tag.needs_exact_strides,
     returns="y lse",
     axes="query=b h # D, key=b h' # D: query, value=b h' # D: query -> "
     "y=b h # D, lse=b h #: float32+query",

@@ -58,7 +58,7 @@ def varlen_attention(
     cu_seqlens may have room for more documents than there are, with empty ones behind the last, and
     max_seqlen for longer ones, as where code is compiled once for every batch. bounds then says how
     many there are, so that nothing is launched or planned for the others. A CUDA graph is recorded
-    for all of them.
+    for all of them; Inductor's graphs leave the op out, because they take no tensor of the host.
 
     On a GPU an engine computes it. All give the same numbers within their rounding:
 
@@ -142,7 +142,7 @@ def varlen_attention(
 
 @library.forward(
     "...",
-    strides=torch.Tag.needs_exact_strides,
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe),
     returns="y lse",
     axes="query=T h D, key=T h' D: query, value=T h' E: query, cu_seqlens=M: int, lengths=N: int,"
     "key_mask=T: bool, sinks=h, bounds=2: host -> y=T h E, lse=h T: float32+query",

@@ -131,7 +131,7 @@ def moe_experts(
 @library.forward(
     "x gate_up down top_k_index top_k_weights gate_up_bias down_bias activation alpha limit"
     " up_offset interleaved -recompute return_pre_activation ...",
-    strides=torch.Tag.needs_exact_strides, returns="y order offsets pre_activation", axes=AXES,
+    tags=torch.Tag.needs_exact_strides, returns="y order offsets pre_activation", axes=AXES,
     options={"activation": tuple(ACTIVATIONS), "limit": AT_LEAST_0},
 )  # fmt: skip
 def moe_experts_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

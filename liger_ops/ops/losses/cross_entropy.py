@@ -99,7 +99,7 @@ def cross_entropy(
 
 @library.forward(
     "... return_predicted return_entropy",
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
     axes="logits=* V, target=*: int, weight=V, token_weight=*, num_items_in_batch=: number -> "
     "loss=[*], z_loss=[*], lse=*, target_logit=*, total_weight=, predicted_tokens=*: int64, "

@@ -133,7 +133,7 @@ def divergence(
 @library.forward(
     "student_logits teacher_logits target ... known_student_lse known_teacher_lse "
     "known_student_lse_error known_teacher_lse_error",
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
     axes="student_logits=* V, teacher_logits=* V, target=*: int, known_student_lse=*, "
     "known_teacher_lse=*, known_student_lse_error=*, known_teacher_lse_error=* -> divergence=*, "

@@ -16,7 +16,7 @@ from .divergence import limit
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes="input=* v, target=* v, shift_labels=*: int -> loss=[* v]",
     dtype="float32+input+target",
     options={"beta": FRACTION},

@@ -14,7 +14,7 @@ from .distribution_loss import REDUCTIONS, TINY, DistributionLoss
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes="input=* v, target=* v -> loss=[* v]",
     dtype="float32+input+target",
     options={"reduction": REDUCTIONS, "eps": FINITE_AT_LEAST_0},

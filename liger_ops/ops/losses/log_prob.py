@@ -77,7 +77,7 @@ def log_prob(
 
 @library.forward(
     "... return_mean_logits return_log_sum_sq_probs return_predicted",
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
     axes="logits=* V, target=*: int -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*: int64, lse_error=*",

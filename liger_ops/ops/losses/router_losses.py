@@ -81,7 +81,7 @@ def router_losses(
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     returns="probabilities z tokens",
     axes=f"x0=* E, {', '.join(f'x{i}=* E: x0' for i in range(1, LAYERS))}, token_weight=*"
     " -> probabilities=E, z=, tokens=E",

@@ -14,7 +14,7 @@ from .distribution_loss import REDUCTIONS, DistributionLoss, within
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes="p=* v, q=* v, shift_labels=*: int -> loss=[* v]",
     dtype="float32+p+q",
     options={"reduction": REDUCTIONS},

@@ -16,7 +16,7 @@ CASTING_MODES = ("llama", "gemma")
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes="x=* N, gate=* N, weight=N -> y=* N",
     options={"eps": AT_LEAST_0, "activation": ACTIVATIONS, "casting_mode": CASTING_MODES},
 )

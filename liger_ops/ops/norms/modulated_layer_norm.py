@@ -15,7 +15,7 @@ CASTING_MODES = ("torch", "float32")
 
 
 @library.define(
-    strides=torch.Tag.needs_fixed_stride_order,
+    tags=torch.Tag.needs_fixed_stride_order,
     axes="x=* N, scale=* N, shift=* N, weight=N, bias=N -> y=* N",
     options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
 )

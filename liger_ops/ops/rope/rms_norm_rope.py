@@ -15,7 +15,7 @@ from .rope import AXES, axes_of_call, rotated, table_gradients
 
 
 @library.define(
-    strides=torch.Tag.needs_exact_strides,
+    tags=torch.Tag.needs_exact_strides,
     axes=AXES.replace(" ->", ", q_weight=D, k_weight=D ->"),
     options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
     axes_of_call=axes_of_call,

@@ -30,7 +30,7 @@ def axes_of_call(call: Any, axes: str) -> str:
     return axes.replace("?", f"{'T ' if call.sections else ''}{'b ' * leading}s R{matrix}")
 
 
-@library.define(strides=torch.Tag.needs_exact_strides, axes=AXES, axes_of_call=axes_of_call)
+@library.define(tags=torch.Tag.needs_exact_strides, axes=AXES, axes_of_call=axes_of_call)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
     interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,

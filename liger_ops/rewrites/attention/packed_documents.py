@@ -16,7 +16,7 @@ from torch import Tensor
 NAME = "liger_graph::packed_documents"
 
 
-# A CUDA graph cannot have it: its recording may not wait for the device.
+# The recording of a CUDA graph may not wait for the device.
 @torch.library.custom_op(NAME, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _find(begins: Tensor) -> tuple[Tensor, Tensor]:
     """Find the documents of a batch, whose rows are divided by the tokens that begin one.

@@ -151,15 +151,16 @@ def _handle(device: torch.device) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _built(shape: _Shape) -> tuple[Any, int] | Exception:
-    """Return a plan and the bytes of its workspace, or why there is none."""
+def _built(shape: _Shape) -> tuple[Any, int] | str:
+    """Return a plan and the bytes of its workspace, or why there is none: an exception that is kept
+    would keep the tensors of the call that it left."""
     import cudnn
 
     with _building:
         try:
             return _build(cudnn, shape)
         except Exception as error:
-            return error
+            return f"{type(error).__name__}: {error}"
 
 
 def _build(cudnn: Any, shape: _Shape) -> tuple[Any, int]:
@@ -268,8 +269,8 @@ def _run(call: Any, tensors: dict[_Uid, Tensor], is_backward: bool) -> None:
     )  # fmt: skip
     with torch.cuda.device(query.device):
         built = _built(shape)
-        if isinstance(built, Exception):
-            raise built
+        if isinstance(built, str):
+            raise RuntimeError(built)
         graph, workspace_bytes = built
         lengths, offsets = documents(call, rows, shape.documents)
         operands: dict[int, Tensor] = {int(uid): tensor for uid, tensor in tensors.items()}

@@ -1,8 +1,10 @@
-"""The blocks of a mask that show something and hide nothing, in a graph that a rewrite makes."""
+"""The blocks of a mask that show something and hide nothing, in a graph that a rewrite makes; and the
+documents of a packed batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from liger_ops.rewrites.attention.mask import blocks as mask_blocks
 from liger_ops.rewrites.attention.mask.blocks import dense_datum
 from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions, Scope
 from liger_ops.rewrites.attention.mask.proof import visible_keys
+from liger_ops.rewrites.attention.packed_documents import PACKED_DOCUMENTS
 from liger_ops.rewrites.engine.canonical import value
 from liger_ops.rewrites.engine.insertion import Emitter
 from liger_ops.rewrites.engine.maps.algebra import Unknown, data_of
@@ -140,3 +143,29 @@ def test_the_blocks_of_a_random_mask(program, named, how, length):
 
 def test_a_mask_of_an_input_has_no_blocks():
     assert blocks_of(lambda q, k, seen: seen & causal(q, k), 8, 8, torch.ones(8, 8) > 0) is None
+
+
+@given(rows=st.integers(1, 3), length=st.integers(0, 9), data=st.data())
+def test_packed_documents(rows: int, length: int, data: st.DataObject) -> None:
+    flags = st.lists(st.booleans(), min_size=rows * length, max_size=rows * length)
+    begins = torch.tensor(data.draw(flags), dtype=torch.bool).view(rows, length)
+    before = begins.clone()
+    cu_seqlens, bounds = PACKED_DOCUMENTS(begins)
+    starts = [
+        row * length + token
+        for row in range(rows)
+        for token in range(length)
+        if token == 0 or begins[row, token]
+    ]
+    total = rows * length
+    assert cu_seqlens.tolist() == starts + [total] * (total + 1 - len(starts))
+    longest = max((end - start for start, end in pairwise([*starts, total])), default=0)
+    assert bounds.tolist() == [len(starts), longest]
+    assert torch.equal(begins, before)
+
+
+@pytest.mark.parametrize("strides", ["contiguous", "transposed", "expanded"])
+def test_opcheck_of_packed_documents(strides: str) -> None:
+    begins = torch.rand(4, 6) < 0.3
+    begins = {"transposed": begins.t(), "expanded": begins[:1].expand(4, 6)}.get(strides, begins)
+    torch.library.opcheck(PACKED_DOCUMENTS, (begins,))

@@ -84,6 +84,7 @@ def tensors(case: Any) -> Tensors:
         "lengths": ints(key_counts(case), case.index_dtype) if case.has_lengths else None,
         "key_mask": keys_shown(case) if case.has_key_mask else None,
         "sinks": values.draw((H,), case.sinks_dtype),
+        "bounds": None,
     }
     forward = library.OPS["varlen_attention_forward"].definition
     documents = (drawn["cu_seqlens"], max(1, longest(case)))
