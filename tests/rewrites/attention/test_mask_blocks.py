@@ -1,5 +1,5 @@
-"""The blocks of a mask that show something and hide nothing, in a graph that a rewrite makes; and the
-documents of a packed batch."""
+"""The blocks of a mask that show something and hide nothing, in a graph that a rewrite makes, and
+the documents of a packed batch."""
 
 from __future__ import annotations
 
