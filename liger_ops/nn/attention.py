@@ -96,7 +96,8 @@ class VarlenAttention(OptionsModule):
         sinks: Tensor | None = None, bounds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         documents = (cu_seqlens, max_seqlen, lengths, key_mask)
-        return varlen_attention(query, key, value, *documents, sinks, *self.options, bounds=bounds)
+        arguments = (*documents, sinks, *self.options, bounds)
+        return varlen_attention(query, key, value, *arguments)
 
 
 @documented(multi_token_attention)
