@@ -94,7 +94,7 @@ def launch_backward(
         for gradient in wanted:
             if gradient is not None:
                 gradient.zero_()
-    elif samples_of(call.scale) > 1 and tokens_of(call) == 1:
+    elif tokens_of(call) == 1:
         if wanted.dshift is not None:
             wanted.dshift.copy_(call.dy.reshape(wanted.dshift.shape))
         if any(gradient is not None for gradient in wanted._replace(dshift=None)):
