@@ -76,7 +76,8 @@ class MaskNodes:
         if origin.op == "placeholder":
             raise Refused(f"its mask {origin.name} is an input of the graph, a dense tensor")
         condition, option = kind
-        key = origin, predicate(condition).code, option
+        # A mask of one row, or of all heads, serves scores of several sizes.
+        key = origin, predicate(condition).code, option, *map(str, shape)
         # A rewrite that is refused erases the nodes that it inserted, also those cached here.
         if key not in self._emitted or _is_erased(self._emitted[key]):
             emit = Emitter(origin.next, value(origin))

@@ -167,6 +167,55 @@ def _same(x: Tensor) -> Tensor:
     return x[:, None, :, None] == x[:, None, None, :]
 
 
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "begins, named": lambda begins: torch.cumsum(input=begins, dim=-1),
+    "begins": lambda begins: torch.cumsum(begins, -1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_begins_that_are_written_after_they_are_counted(name):
+    def mask(q: int, k: int, p: Tensor) -> Tensor:
+        begins = torch.diff(p, prepend=p[:, :1] - 1) != 1
+        numbers = WRITES[name](begins)
+        begins[:, 5:8] = True
+        return (torch.arange(q)[:, None] >= torch.arange(k)) & _same(numbers)
+
+    compare(attention_with(mask), [*qkv(), positions(LENGTH)], 0)
+
+
+def test_begins_by_rounded_differences():
+    def mask(q: int, k: int, p: Tensor) -> Tensor:
+        # In float16 2049 - 2047 is 1.
+        numbers = (torch.diff(p, prepend=p[:, :1].half() - 1) != 1).cumsum(-1)
+        distance = p[:, None, :, None] - p[:, None, None, :]
+        return (torch.arange(q)[:, None] >= torch.arange(k)) & _same(numbers) & (distance < 3)
+
+    rises = torch.arange(LENGTH).repeat(2, 1) + 2030
+    rises[:, 18:] += 1
+    _, (call,) = compare(attention_with(mask), [*qkv(), rises])
+    assert call.target is not VARLEN
+
+
+@pytest.mark.parametrize("name", ["packed by positions", "padding"])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 3)])
+def test_a_mask_of_one_row_and_batches_of_several_sizes(name, counts):
+    mask, data = MASKS[name]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, row: Tensor) -> Tensor:
+        seen = mask(LENGTH, LENGTH, row)
+        parts = [
+            F.scaled_dot_product_attention(
+                *(x[:1].repeat(n, 1, 1, 1) for x in (query, key, value)), seen
+            )
+            for n in counts
+        ]
+        return torch.cat(parts)
+
+    assert data is not None
+    compare(attention, [*qkv(), data(LENGTH)[1:]], 2)
+
+
 # What positions p ask of a query and a key, beside documents or in place of them.
 BEYOND_DOCUMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "keys of earlier documents": lambda p: _at_most(_numbers(p)),

@@ -140,8 +140,11 @@ class IndexFunctions:
         rule = RULES.get(operation(node))
         if rule is None:
             raise Unknown(f"it depends on {node.name}, which is not computed from indices alone")
+        # A rule takes the tensor first, whatever it calls it.
+        named = dict(node.kwargs)
+        first = (named.pop("input"),) if "input" in named else ()
         try:
-            value = rule(self, node, *arguments(node), **node.kwargs)
+            value = rule(self, node, *first, *arguments(node), **named)
         except TypeError:
             raise Unknown(f"{node.name} has arguments that its rule does not take") from None
         return normalised(value, example)

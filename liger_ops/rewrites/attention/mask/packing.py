@@ -68,6 +68,9 @@ def packing(condition: Condition, scope: Scope) -> Packing | None:
         begins = _counted(number.node)
         if begins is None or not all(map(any, is_number)) or _reads(rest, number.node):
             continue
+        if begins not in set(_home(number.node, scope).functions.nodes_read(number.node)):
+            # Nobody then asked whether it is written after it was counted.
+            continue
         is_first = affine(0, {}, {Datum(begins, (number.indices[0], KEY)): 1})
         rises = _rising(begins, number.indices[0], scope)
         within: Condition = True
@@ -125,6 +128,13 @@ def _is_int64(node: Any) -> bool:
     return is_tensor(node, 2) and value(node).dtype == torch.int64
 
 
+def _home(node: fx.Node, scope: Scope) -> Scope:
+    """Return the scope of a node, `scope` or one around it."""
+    while node.graph is not scope.graph and scope.outer is not None:
+        scope = scope.outer
+    return scope
+
+
 def _rising(begins: fx.Node, row: Affine, scope: Scope) -> Affine | None:
     """Return the difference, between a query and a key of a row, of numbers that rise by 1 from
     token to token unless the later one begins a document; None if there are none."""
@@ -137,14 +147,13 @@ def _rising(begins: fx.Node, row: Affine, scope: Scope) -> Affine | None:
     given: dict[str, Any] = dict(zip(names, arguments(changes), strict=False))
     given |= changes.kwargs
     numbers, before = given["input"], given.get("prepend")
-    is_of_neighbours = is_tensor(before, 2) and always_true(value(before).shape[1] == 1)
+    # Of floating-point numbers a difference of 2 may be rounded to 1.
+    is_of_neighbours = _is_int64(before) and always_true(value(before).shape[1] == 1)
     is_of_neighbours &= given.get("n", 1) == 1 and given.get("dim", -1) in (-1, 1)
     if not is_of_neighbours or given.get("append") is not None or not _is_int64(numbers):
         return None
-    while begins.graph is not scope.graph and scope.outer is not None:
-        scope = scope.outer
     try:
-        number = scope.functions.value(numbers)
+        number = _home(begins, scope).functions.value(numbers)
     except Unknown:
         return None
     if not isinstance(number, Affine):
