@@ -87,8 +87,7 @@ def rewritten_masks() -> None:
             fuse(made, attention=False)
             options = {"inner_backend": graphs, "strict": True}
             compare(made, name, kind, torch.compile(made, backend=backend, options=options))
-            engine = "flex_attention" if kind == "packed" else "varlen_attention"
-            assert len(graphs) == 1 and len(graphs.nodes(engine)) == 2
+            assert len(graphs) == 1 and len(graphs.nodes("varlen_attention")) == 2
 
 
 test_attention_tensor_parallel = ranks.tests(

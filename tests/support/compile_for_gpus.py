@@ -129,7 +129,7 @@ def complete_attention(y: torch.Tensor) -> None:
     lse, holes = torch.empty(heads, T), varlen_completion.holes_of(call)
     varlen_kernels.forward(call, y, lse, holes, only_holes=True)
     backward = library.OPS["varlen_attention_backward"].arguments(
-        y, y, y, y, y, lse, *documents, -1, 0, None, None, "auto", [True] * 4
+        y, y, y, y, y, lse, *documents, None, -1, 0, None, None, "auto", [True] * 4
     )
     varlen_gradients.backward(backward, y, y, y, None, holes, only_holes=True)
 
