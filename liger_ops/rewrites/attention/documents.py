@@ -103,28 +103,27 @@ class Sight(NamedTuple):
 
     Attributes:
         window_left: that of `varlen_attention`.
-        of_keys: the condition under which key j of row b is seen, True for all.
-        begins: the condition that token j of row b begins a document; False if rows are documents.
+        of_tokens: the condition that token j of row b begins a document or, if rows are documents,
+            that it is a key, True for all.
+        is_packed: whether rows are divided into documents.
     """
 
     window_left: int
-    of_keys: Condition = True
-    begins: Condition = False
+    of_tokens: Condition
+    is_packed: bool
 
 
 def sight(condition: Condition, shape: Sequence[Size], scope: Scope) -> Sight | None:
     """Return the condition that a query sees a key as documents and a causal window, or None."""
-    begins, within = packing(condition, scope) or (False, condition)
+    packed = packing(condition, scope)
+    of_tokens, within = packed or (True, condition)
     by_index: Condition = True
-    of_keys: Condition = True
     for part in conjuncts(within):
         if not data_of(part):
             by_index = conjunction(by_index, part)
-        elif axes_of(part) <= {BATCH, KEYS} and begins is False:
-            of_keys = conjunction(of_keys, part)
+        elif axes_of(part) <= {BATCH, KEYS} and packed is None:
+            of_tokens = conjunction(of_tokens, part)
         else:
             return None
-    if departure(by_index, shape) is None:
-        return Sight(-1, of_keys, begins)
-    size = window(by_index, shape)
-    return None if size is None else Sight(size - 1, of_keys, begins)
+    size = 0 if departure(by_index, shape) is None else window(by_index, shape)
+    return None if size is None else Sight(size - 1, of_tokens, packed is not None)

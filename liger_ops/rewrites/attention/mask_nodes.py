@@ -57,8 +57,7 @@ class MaskNodes:
         def emit_rows(emit: Emitter, sizes: ScoreSizes, home: Scope, device: torch.device) -> Any:
             return emit_documents(emit, seen, sizes, home, device)
 
-        is_packed = seen.begins is not False
-        kind = (seen.begins, "packed") if is_packed else (seen.of_keys, "padded")
+        kind = seen.of_tokens, "packed" if seen.is_packed else "padded"
         found = self._once(kind, mask, scope, shape, emit_rows)
         nodes: dict[str, Any] = {
             name: scope.inward(node)
@@ -97,14 +96,11 @@ def emit_documents(
         emit(torch.Tensor.view, emit(torch.arange, sizes[axis], device=device), view)
         for axis, view in ((BATCH, (-1, 1)), (KEYS, (1, -1)))
     )
-
-    def of_tokens(condition: Condition) -> Any:
-        shown = inlined_condition(emit, condition, scope)(b, j, j, j)
-        return emit(torch.Tensor.expand, shown, sizes[BATCH], sizes[KEYS])
-
-    if seen.begins is not False:
-        return packed_rows(emit, of_tokens(seen.begins))
-    return padded_rows(emit, of_tokens(seen.of_keys), sizes[BATCH], sizes[KEYS])
+    of_tokens = inlined_condition(emit, seen.of_tokens, scope)(b, j, j, j)
+    of_tokens = emit(torch.Tensor.expand, of_tokens, sizes[BATCH], sizes[KEYS])
+    if seen.is_packed:
+        return packed_rows(emit, of_tokens)
+    return padded_rows(emit, of_tokens, sizes[BATCH], sizes[KEYS])
 
 
 def _is_erased(nodes: Any) -> bool:

@@ -248,7 +248,7 @@ def _documents(
     """Return the documents of a batch."""
     emit = Emitter(attention.root, value(attention.root))
     query, key, _ = operands
-    if seen.of_keys is True and seen.begins is False:
+    if seen.of_tokens is True and not seen.is_packed:
         sizes, device = (emit.size(query, 0), emit.size(key, -2)), value(query).device
         documents = rows(emit, *sizes, device)
     elif len(attention.masks) == 1:
