@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .ascend import autoload
 from . import checkout, library
 from .device import infer_device
+from .invariance import invariant
 from .ops.norms.rms_norm import rms_norm
 from .ops.norms.fused_add_rms_norm import fused_add_rms_norm
 from .ops.norms.gated_rms_norm import gated_rms_norm

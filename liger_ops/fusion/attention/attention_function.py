@@ -5,7 +5,8 @@ and nothing else: scaled_dot_product_attention is then called with is_causal=Tru
 and padding are `Documents`, which a compiled model computes without a look at its padding. Where
 flex_attention runs, other masks are block masks. The model's own mask function makes the mask on
 other devices, in float32, for queries that follow a cache, and for mask functions of users, which
-need not accept indices that broadcast.
+need not accept indices that broadcast. Within `liger_ops.invariant` documents are made on any
+device and in any dtype, and block masks are refused.
 
 An attention function calls varlen_attention with documents, flex_attention with a block mask, and
 with any other mask the model's own function: scaled_dot_product_attention, or the code in the
@@ -29,6 +30,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ...accepted import is_scale
+from ...invariance import NotInvariantError
+from ...invariance.state import is_invariant
 from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
@@ -214,6 +217,11 @@ def _flex(
     query: Tensor, key: Tensor, value: Tensor,
     mask: AnnotatedBlockMask, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
+    if is_invariant():
+        raise NotInvariantError(
+            "liger_ops.invariant: of masks, those of padding, causal windows and packed documents are"
+            " covered; this model's mask shows other keys"
+        )
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
     options["kernel_options"] = kernel_options(query)
     if softcap is not None:
@@ -295,7 +303,8 @@ def mask_function(
         if padding is None and size == 0 and causal_is_none:
             return None
         # By documents, a query that sees no key gets 0.
-        if size is not None and not (gives_means and padding is not None):
+        needs_means = gives_means and padding is not None and not is_invariant()
+        if size is not None and not needs_means:
             return _documents(given, padding, size)
         if gives_means and given.get("dtype") == torch.float16:
             # The lowest float16 does not absorb every score: with it added scores still differ, and
@@ -367,7 +376,7 @@ def _documents(given: dict[str, Any], padding: Tensor | None, size: int) -> Docu
 
 def has_engine(device: Any = "cpu", dtype: torch.dtype | None = None, **_: Any) -> bool:
     """Return whether flash and flex attention are the fastest on a device and in a dtype."""
-    if EVERYWHERE:
+    if EVERYWHERE or is_invariant():
         return True
     kind = torch.device(device).type
     if kind != "cuda":

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_1, POSITIVE, Accepted
+from ...invariance import blocks
+from ...invariance.state import is_invariant
 from ..heads.head import cast_for_products
 from ..tensors import widened
 
@@ -170,6 +172,8 @@ def varlen_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
         >>> liger_ops.varlen_attention_forward(x, x, x, documents, 3)[1]
         tensor([[0.0000, 0.6931, 1.0986]])
     """
+    if is_invariant():
+        return blocks.forward(call, widened(call.query).dtype, scale_of(call))
     attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     y = torch.einsum("hgij,jhe->ihge", p, attention.value)
@@ -197,6 +201,20 @@ def varlen_attention_backward(call: Any) -> Any:
     Kernels use the forward's y and lse. The definition computes them again, so that it can be
     differentiated.
     """
+    inputs = (call.query, call.key, call.value, call.sinks)
+    if is_invariant():
+        gradients = blocks.backward(call, widened(call.query).dtype, scale_of(call))
+    else:
+        gradients = _gradients(call)
+    return tuple(
+        gradient.reshape(x.shape).to(x.dtype).contiguous()
+        if wanted and gradient is not None and x is not None
+        else None
+        for wanted, gradient, x in zip(call.output_mask, gradients, inputs, strict=True)
+    )
+
+
+def _gradients(call: Any) -> list[Tensor | None]:
     attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     dy = attention.grouped(call.dy)
@@ -213,15 +231,9 @@ def varlen_attention_backward(call: Any) -> Any:
         torch.einsum("hgij,ihge->jhe", p, dy),
         None,
     ]
-    inputs = (call.query, call.key, call.value, call.sinks)
     if attention.sinks is not None:
         gradients[3] = -((attention.sinks - lse).exp() * delta).sum(-1)
-    return tuple(
-        gradient.reshape(x.shape).to(x.dtype).contiguous()
-        if wanted and gradient is not None and x is not None
-        else None
-        for wanted, gradient, x in zip(call.output_mask, gradients, inputs, strict=True)
-    )
+    return gradients
 
 
 def scale_of(call: Any) -> float:

@@ -1,0 +1,95 @@
+"""PyTorch's scaled_dot_product_attention with the same bits for a row in every batch: the operators
+behind it become `varlen_attention`, with a document for each row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import NotInvariantError
+
+FORWARDS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+BACKWARDS = tuple(f"{name}_backward" for name in FORWARDS)
+REFUSED = "_scaled_dot_product_attention_math"
+
+
+def forward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Compute output and logsumexp, (B, H, L); the other results, of random numbers, are empty."""
+    given = _named(overload, args, options)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    y, lse = torch.ops.liger.varlen_attention_forward(
+        *(_packed(x) for x in (query, key, value)), *_documents(given)
+    )
+    results: list[Any] = [_unpacked(y, query), _of_rows(lse, query).contiguous()]
+    for result in overload._schema.returns[2:]:
+        is_tensor = str(result.type) == "Tensor"
+        results.append(query.new_empty(0, dtype=torch.int64) if is_tensor else query.shape[2])
+    return tuple(results)
+
+
+def backward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Compute the gradients of query, key and value."""
+    given = _named(overload, args, options)
+    dy, query, key, value, y, lse = args[:1] + tuple(
+        given[name] for name in ("query", "key", "value", "out", "logsumexp")
+    )
+    cu_seqlens, longest, *others = _documents(given)
+    window = others[3:5]
+    lengths = key_mask = sinks = bounds = softcap = None
+    gradients = torch.ops.liger.varlen_attention_backward(
+        *(_packed(x) for x in (dy, query, key, value, y)), lse.transpose(0, 1).flatten(1),
+        cu_seqlens, longest, lengths, key_mask, sinks, bounds, *window,
+        given.get("scale"), softcap, "triton", [True, True, True, False],
+    )  # fmt: skip
+    shaped = (_unpacked(g, x) for g, x in zip(gradients[:3], (query, key, value), strict=True))
+    nothing = (None,) * (len(overload._schema.returns) - 3)
+    return (*shaped, *nothing)
+
+
+def refuse(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    raise NotInvariantError(
+        "liger_ops.invariant: scaled_dot_product_attention is covered without a mask or dropout, for"
+        " as many queries as keys, in float32, float16 and bfloat16. liger_ops.fuse(model) covers"
+        " the masks of transformers' models"
+    )
+
+
+def _named(overload: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, after a check that they are covered."""
+    names = [argument.name for argument in overload._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | options
+    masks = [given.get(name) for name in ("attn_bias", "attn_mask")]
+    has_mask = any(mask is not None and mask.numel() for mask in masks)
+    query, key = given["query"], given["key"]
+    if has_mask or given.get("dropout_p") or query.shape[2] != key.shape[2]:
+        refuse(overload, query)
+    return given
+
+
+def _documents(given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of varlen_attention_forward behind value."""
+    query = given["query"]
+    batch, _, length, _ = query.shape
+    cu_seqlens = torch.arange(batch + 1, device=query.device, dtype=torch.int32) * length
+    right = 0 if given.get("is_causal") else -1
+    return (cu_seqlens, length, None, None, None, -1, right, given.get("scale"), None, "triton")
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unpacked(x: Tensor, like: Tensor) -> Tensor:
+    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+
+
+def _of_rows(lse: Tensor, query: Tensor) -> Tensor:
+    return lse.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
