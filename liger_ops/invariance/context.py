@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..library import DEVICES
-from . import attention, products, reductions, state
+from ..library import DEVICES, DOUBLES
+from . import attention, elementwise, products, reductions, state
 
 # Operators of ATen -> the function that replaces them. It takes the operator, the operator's own
 # function, and the arguments, and returns NotImplemented where that function is to be called.
@@ -36,6 +36,9 @@ REPLACED: dict[tuple[str, ...], Callable[..., Any]] = {
     attention.BACKWARDS: attention.backward,
     (attention.REFUSED,): attention.refuse,
 }  # fmt: skip
+# Whether this thread runs an operator's own function, whose operators are as they are: what it gives
+# was tried as a whole.
+_within = threading.local()
 _lock = threading.RLock()
 _installed = ExitStack()
 
@@ -128,7 +131,8 @@ def _choose_products(stack: ExitStack) -> None:
 
 
 def _replace(library: Any, key: str) -> None:
-    for names, function in REPLACED.items():
+    elementwise_too = {tuple(elementwise.operators()): elementwise.by_elements}
+    for names, function in (REPLACED | (elementwise_too if key == "CPU" else {})).items():
         for name in names:
             packet, _, which = name.partition(".")
             overload = getattr(getattr(torch.ops.aten, packet), which or "default", None)
@@ -163,32 +167,45 @@ def _kernel(overload: Any, key: str) -> Any:
 
 def _forms(overload: Any) -> Iterator[Any]:
     yield overload
-    arguments = [str(argument) for argument in overload._schema.arguments]
+    arguments = _typed_arguments(overload)
     packet = overload.overloadpacket
     for name in packet.overloads():
         form = getattr(packet, name)
-        others = [str(argument) for argument in form._schema.arguments]
         outs = [argument for argument in form._schema.arguments if argument.is_out]
-        if len(outs) == 1 and others[: len(arguments)] == arguments:
+        if len(outs) == 1 and _typed_arguments(form)[:-1] == arguments:
             yield form
     in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
     if in_place is not None and overload._overloadname in in_place.overloads():
         yield getattr(in_place, overload._overloadname)
 
 
+def _typed_arguments(overload: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+
+
 def _implementation(
     function: Callable[..., Any], overload: Any, kernel: Any, form: Any, kernel_of_form: Any
 ) -> Callable[..., Any]:
     is_in_place = form._schema.name.endswith("_")
+    tensors = [str(argument.type) == "Tensor" for argument in form._schema.arguments]
     writes_out = any(argument.is_out for argument in form._schema.arguments)
 
     def run(keyset: Any, *args: Any, **options: Any) -> Any:
+        # A number comes as one where the operator takes a tensor.
+        numbers = [i for i, value in enumerate(args) if tensors[i] and not isinstance(value, Tensor)]
+        args = tuple(_scalar(x, args) if i in numbers else x for i, x in enumerate(args))
         given = {name: value for name, value in options.items() if name != "out"}
 
         def base(*args: Any, **options: Any) -> Any:
-            return kernel.call_boxed(keyset, *args, **options)
+            before, _within.base = getattr(_within, "base", False), True
+            try:
+                return kernel.call_boxed(keyset, *args, **options)
+            finally:
+                _within.base = before
 
-        results = function(overload, base, *args, **given)
+        results: Any = NotImplemented
+        if not getattr(_within, "base", False):
+            results = function(overload, base, *args, **given)
         if results is NotImplemented:
             return kernel_of_form.call_boxed(keyset, *args, **options)
         if not is_in_place and not writes_out:
@@ -199,3 +216,12 @@ def _implementation(
         return out.copy_(results)
 
     return run
+
+
+def _scalar(number: Any, args: tuple[Any, ...]) -> Tensor:
+    """Return a number as a tensor that promotes the dtypes of others no more than the number
+    does."""
+    is_double = any(isinstance(x, Tensor) and x.dtype in DOUBLES for x in args)
+    if isinstance(number, float):
+        return torch.tensor(number, dtype=torch.float64 if is_double else None)
+    return torch.tensor(number)
