@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import NotInvariantError
+from .rows import NotInvariantError, names_of
 
 FORWARDS = (
     "_scaled_dot_product_flash_attention",
@@ -64,7 +64,7 @@ def refuse(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) 
 
 def _named(overload: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments by name, after a check that they are covered."""
-    names = [argument.name for argument in overload._schema.arguments]
+    names = names_of(overload)
     given = dict(zip(names, args, strict=False)) | options
     masks = [given.get(name) for name in ("attn_bias", "attn_mask")]
     has_mask = any(mask is not None and mask.numel() for mask in masks)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from .products import is_rounded
-from .rows import Results, aligned, compute, described
+from .rows import Results, aligned, compute, described, names_of
 
 Base = Callable[..., Any]
 
 
 def along_axes(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
     """Compute an operator of ATen that has an argument `dim`, of one axis or of several."""
-    names = [argument.name for argument in overload._schema.arguments]
+    names = names_of(overload)
     given = dict(zip(names, args, strict=False)) | options
     x = args[0]
     # A gradient's arguments are the result's: these are rows as well.

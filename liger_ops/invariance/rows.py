@@ -16,6 +16,7 @@ is, a key says: all that may decide which kernel runs, but for the number of row
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -159,6 +160,12 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
 def _random(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
     shape = (count, *like.shape[1:])
     return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+
+
+@functools.cache
+def names_of(overload: Any) -> tuple[str, ...]:
+    """Return the names of an operator's arguments."""
+    return tuple(argument.name for argument in overload._schema.arguments)
 
 
 def aligned(x: Tensor) -> Tensor:

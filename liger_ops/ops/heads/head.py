@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...invariance.state import is_invariant
 from ..tensors import is_eager
 
 # Device type -> the device's own `scale`, for any dtype but float64.
@@ -77,6 +78,8 @@ ENVIRONMENT = "LIGER_OPS_LOGITS_BYTES"
 DEFAULT_BYTES = 512 * 2**20
 # The default in a backward, where the gradients are in memory beside the chunk.
 BACKWARD_BYTES = 384 * 2**20
+# 256 MiB of bfloat16 for 16384 tokens.
+INVARIANT_WORDS = 8192
 
 # Matrix products are fastest if their sizes are multiples of the kernels' tiles.
 TILE = 128
@@ -109,6 +112,17 @@ def chunks(
     rows = -(-M // (count * unit)) * unit
     for i in range(count):
         yield slice(i * rows, M if i == count - 1 else (i + 1) * rows)
+
+
+def chunks_of_words(V: int, word_bytes: int, chunk_bytes: int | None) -> Iterator[slice]:
+    """Split V words into slices of at most `chunk_bytes`, where a word takes `word_bytes`.
+
+    Within `liger_ops.invariant` they have INVARIANT_WORDS words whatever the number of tokens,
+    because a token's gradient is a sum over the slices.
+    """
+    if is_invariant():
+        return chunks(V, 1, INVARIANT_WORDS)
+    return chunks(V, word_bytes, chunk_bytes, default=BACKWARD_BYTES)
 
 
 def _holds(fits: bool | torch.SymBool) -> bool:
@@ -233,8 +247,7 @@ class Head(NamedTuple):
 
     def chunks_of_words(self, chunk_bytes: int | None) -> Iterator[tuple[slice, Head, Tensor]]:
         """Yield each chunk of words, its part of the head, and the logits of all tokens."""
-        sizes = (self.weight.shape[0], self.word_bytes, chunk_bytes)
-        for words in chunks(*sizes, default=BACKWARD_BYTES):
+        for words in chunks_of_words(self.weight.shape[0], self.word_bytes, chunk_bytes):
             part = self.of_words(words)
             yield words, part, part.logits()
 

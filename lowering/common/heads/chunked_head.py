@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.gradients import BIAS, WEIGHT, HeadGradients, accumulation_dtype, rounds_once
-from ....ops.heads.head import BACKWARD_BYTES, Head, chunks, shaped
+from ....ops.heads.head import Head, chunks, chunks_of_words, shaped
 from ..products import linear, product
 from ..tensors import cdiv
 
@@ -96,8 +96,7 @@ def chunked_words(
     """Divide a head into chunks of words. A chunk takes `other_bytes` for each token and word
     beside the logits."""
     word_bytes = head.x.shape[0] * (head.x.itemsize + other_bytes)
-    sizes = (head.weight.shape[0], word_bytes, chunk_bytes)
-    slices = list(chunks(*sizes, default=BACKWARD_BYTES))
+    slices = list(chunks_of_words(head.weight.shape[0], word_bytes, chunk_bytes))
     sum_dtype = accumulation_dtype(head.x, accum_dtype)
     if len(slices) == 1 and rounds_once(head.x, accum_dtype):
         # One product has the whole gradient of x: there is no sum.

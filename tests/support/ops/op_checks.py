@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import simulated_npu
 from liger_ops import library
+from liger_ops.invariance.state import is_invariant
 from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, max_abs
 from plans import plan
 
@@ -52,7 +53,9 @@ def run_kernel(
 ) -> tuple[Tensor | None, ...]:
     kernel = op.kernel(folder, backward)
     with poisoned_memory():
-        outputs = as_tuple(kernel(*args, plan=plan(folder, op, case, backward)))
+        # A kernel that computes products by PyTorch has no plan.
+        planned = {"plan": plan(folder, op, case, backward)} if hasattr(case, "tile") else {}
+        outputs = as_tuple(kernel(*args, **planned))
     assert_own_memory(args, outputs)
     return outputs
 
@@ -235,17 +238,17 @@ def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> Non
             assert_equal_but_for_rounding(op, a, b, magnitude)
 
 
-def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> None:
+def assert_rows_are_independent(op: OpUnderTest, implementation: str, case: Case) -> None:
     """Check that some rows of the first dimension, in another order, have the results that they
     have among all, interpreted bit for bit: a row's bits do not depend on its batch.
 
     On a device, a compiler may contract the multiplications and additions of a tile's rows
     differently. Of ops that multiply matrices all rows are taken, because the sums of a product
-    depend on how many it has.
+    depend on how many it has. Within `liger_ops.invariant` neither is so.
     """
     tensors = op.tensors(case)
     rows = torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed))
-    if not op.multiplies:
+    if not op.multiplies or is_invariant():
         rows = rows[: max(1, case.seed % max(len(rows), 1))]
     rows = rows.to(next(value.device for value in tensors.values() if value is not None))
     chosen = {
@@ -254,16 +257,17 @@ def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> Non
     }
     few = replace(case, shape=(len(rows), *case.shape[1:]))
     for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
-        outputs = run_kernel(op, folder, backward, case, arguments(case, tensors))
-        others = run_kernel(op, folder, backward, few, arguments(few, chosen))
+        run = run_definition if implementation == "definition" else run_kernel
+        outputs = run(op, implementation, backward, case, arguments(case, tensors))
+        others = run(op, implementation, backward, few, arguments(few, chosen))
         magnitudes = (op.gradient_magnitudes if backward else op.output_magnitudes)(case, tensors)
         for i, (output, other) in enumerate(zip(outputs, others, strict=True)):
             if backward and op.gradients_of[i] not in op.per_row:
                 continue
             assert (output is None) == (other is None)
-            if output is None:
+            if output is None or output.dim() == 0:
                 continue
-            if DEVICE == "cpu":
+            if DEVICE == "cpu" or is_invariant():
                 assert torch.equal(output[rows], other)
             elif i < len(magnitudes) and magnitudes[i] is not None:
                 # A result without a magnitude is a rounding error, such as that of lse. It is
@@ -271,6 +275,13 @@ def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> Non
                 allowed = magnitudes[i]
                 allowed = allowed[rows] if isinstance(allowed, Tensor) else allowed
                 assert_equal_but_for_rounding(op, output[rows], other, allowed)
+
+
+def run_definition(
+    op: OpUnderTest, _: str, backward: bool, case: Case, args: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    name = op.backward_name if backward else op.name
+    return as_tuple(library.OPS[name].check_and_define(*args))
 
 
 def assert_equal_but_for_rounding(
