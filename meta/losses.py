@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..ops.tensors import equal
 from . import checks
 from .lines import also
 
@@ -13,6 +14,23 @@ from .lines import also
 @also("cross_entropy", "log_prob")
 def classes(call: Any) -> None:
     checks.at_least_one(call, "logits", "class")
+
+
+@also("log_prob", "linear_log_prob", shapes=("target", "dlog_prob"))
+def targets(call: Any) -> None:
+    """Check that the target has the shape of the tokens, or K classes for each of them."""
+    name = "x" if hasattr(call, "x") else "logits"
+    tokens, shape, op = getattr(call, name).shape[:-1], call.target.shape, checks.op(call)
+    rows = shape[:-1] if len(shape) > len(tokens) else shape
+    if not equal(rows, tokens, f"{op}: target"):
+        raise ValueError(
+            f"{op}: target must have the shape of {name} but for its last dimension,"
+            f" {tuple(tokens)}, or K classes a token beside it, got {tuple(shape)}"
+        )
+    if len(shape) > len(tokens):
+        checks.at_least_one(call, "target", "class")
+    if hasattr(call, "dlog_prob"):
+        checks.shape(call, "dlog_prob", shape, "target")
 
 
 @also("cross_entropy", "linear_cross_entropy", "linear_divergence", first=True)

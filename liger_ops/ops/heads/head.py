@@ -257,6 +257,12 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def flat_tokens(values: Tensor, x: Tensor) -> Tensor:
+    """Flatten the dimensions of values that are those of x's tokens."""
+    tokens = x.shape[:-1]
+    return values.reshape(math.prod(tokens), *values.shape[len(tokens) :])
+
+
 def divisor(call: Any, total_weight: Tensor) -> Tensor | int:
     """Return the number by which the reduction divides the sum of the losses."""
     if call.reduction != "mean":

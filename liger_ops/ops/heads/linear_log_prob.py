@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import ABOVE_0
-from ..losses.log_prob import OPTIONS, RESULTS, Results
+from ..losses.log_prob import OPTIONS, RESULTS, Results, axes_of_call
 from .gradients import gradients_by_words
-from .head import GRADIENTS, Head, cast_as_linear
+from .head import GRADIENTS, Head, cast_as_linear, flat_tokens
 from .lora import lora_input
 
 _LOG_PROB, _GRADIENT = library.OPS["log_prob_forward"], library.OPS["log_prob_backward"]
@@ -32,8 +32,8 @@ def linear_log_prob(
         logits = x @ weight.T + bias
         log_prob, entropy = log_prob(logits, target, temperature, softcap, logit_scale, ...)
 
-    with the equations and options of `log_prob`. Both results are differentiable. The logits are
-    computed in x's dtype, as by `torch.nn.functional.linear`, and the results from them in float32.
+    with the equations and options of `log_prob`, of one target a token or of K. Both results are
+    differentiable. The logits are computed in x's dtype, as by `torch.nn.functional.linear`, and the results from them in float32.
 
     The forward computes the logits of a part of the tokens at a time, and keeps lse and entropy.
     The backward computes the logits again, of all tokens and a part of the words at a time, and
@@ -76,7 +76,7 @@ def linear_log_prob(
     Args:
         x: (..., D), floating point, any strides.
         weight: (V, D), of x's dtype.
-        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
+        target: (...) or (..., K), int64 or int32; each is ignore_index, or from 0 to V - 1.
         bias: (V,), of x's dtype.
         temperature, softcap, logit_scale, ignore_index: as for `log_prob`.
         accum_dtype: float32, x's dtype to save the memory of the sum of its gradient, or None for
@@ -89,12 +89,13 @@ def linear_log_prob(
         lora_scale: the factor of lora_b @ lora_a.
 
     Returns:
-        log_prob, entropy: of target's shape; float32, or float64 if x is.
+        log_prob: of target's shape; float32, or float64 if x is.
+        entropy: (...), of the same dtype.
 
     Raises:
         TypeError: x, lora_a or lora_b is not floating point, weight or bias does not have x's
             dtype, or target is not int64 or int32.
-        ValueError: the shapes do not fit together, or weight has no classes; one of lora_a and
+        ValueError: the shapes do not fit together, K is 0, or weight has no classes; one of lora_a and
             lora_b is given without the other; the devices differ; temperature, softcap or
             logit_scale is not above 0 and finite; chunk_bytes is below 1; or accum_dtype is neither
             float32 nor x's dtype.
@@ -118,9 +119,10 @@ def linear_log_prob(
     "... -lora_a -lora_scale return_mean_logits return_log_sum_sq_probs return_predicted "
     "lora_x lora_b",
     returns=RESULTS,
-    axes="x=* D, weight=V D: x, target=*: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
-    "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*: int64, "
+    axes="x=* D, weight=V D: x, target=?: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
+    "log_prob=?, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*: int64, "
     "lse_error=*",
+    axes_of_call=axes_of_call,
     dtype="float32+x",
     options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
@@ -136,7 +138,7 @@ def linear_log_prob_forward(call: Any) -> Results:
 
     Returns:
         log_prob, entropy: the results of `linear_log_prob`.
-        lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+        lse: of entropy's shape; 0 for an ignored token. Each of the three is differentiable.
         mean_logits, log_sum_sq_probs, predicted_tokens, lse_error: as `log_prob_forward`; 0 for an
             ignored token, not differentiable, and the first three None if not requested.
 
@@ -148,15 +150,20 @@ def linear_log_prob_forward(call: Any) -> Results:
         >>> liger_ops.linear_log_prob_forward(x, weight, torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    target, parts = call.target, []
+    target, parts = flat_tokens(call.target, call.x), []
     for chunk, _, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
         arguments = {name: getattr(call, name, None) for name in _LOG_PROB.arguments._fields}
-        arguments |= {"logits": logits, "target": target.reshape(-1)[chunk]}
+        arguments |= {"logits": logits, "target": target[chunk]}
         parts.append(_LOG_PROB.definition(**arguments))
     return tuple(
-        None if values[0] is None else torch.cat(values).reshape(target.shape)
+        None if values[0] is None else _of_tokens(torch.cat(values), call.x)
         for values in zip(*parts, strict=True)
     )  # type: ignore[return-value]
+
+
+def _of_tokens(values: Tensor, x: Tensor) -> Tensor:
+    """Return values with one row a token in the shape of x's tokens."""
+    return values.reshape(*x.shape[:-1], *values.shape[1:])
 
 
 @library.backward(
@@ -179,7 +186,7 @@ def linear_log_prob_backward(call: Any) -> Any:
     """
     of_tokens = ("dlog_prob", "dentropy", "dlse", "target", "entropy", "lse", "lse_error")
     flat = {name: getattr(call, name) for name in of_tokens}
-    flat = {name: None if x is None else x.reshape(-1) for name, x in flat.items()}
+    flat = {name: None if x is None else flat_tokens(x, call.x) for name, x in flat.items()}
     options = {name: getattr(call, name) for name in ("temperature", "softcap", "logit_scale")}
 
     def dlogits_of(logits: Tensor, words: slice) -> Tensor:

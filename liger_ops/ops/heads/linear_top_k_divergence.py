@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import ABOVE_0
 from ..losses.cross_entropy import effective, log_softmax_of, logsumexp
-from ..losses.log_prob import OPTIONS, tempered
+from ..losses.log_prob import OPTIONS, at_words, tempered
 from ..losses.top_k import check_teacher, distinct, divergence_of_classes
 from .gradients import gradients_by_words
 from .head import GRADIENTS, Head, cast_as_linear, rows_of
@@ -249,17 +249,16 @@ def _dz(
     rest: Tensor, rest_error: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a chunk of z; `here` are the ids counted from its first word."""
-    columns, dz = _columns(here, z), torch.zeros_like(z)
+    dz = torch.zeros_like(z)
     if drest is not None:
         # If every word is listed, rest is -inf. Its gradient has no terms, and must not be NaN.
         finite = torch.where(rest == -float("inf"), 0.0, rest)
         log_p = log_softmax_of(z, finite, rest_error)
-        p = torch.exp(torch.where(_listed(columns, z), -float("inf"), log_p))
+        p = torch.exp(torch.where(_listed(_columns(here, z), z), -float("inf"), log_p))
         drest = torch.where((ids >= 0).any(-1), drest, 0.0)
         dz = dz + drest.to(z.dtype).unsqueeze(-1) * p
     if dlogits is not None:
-        wide = torch.nn.functional.pad(torch.zeros_like(z), (0, 1))
-        dz = dz + wide.scatter_add(-1, columns, dlogits.to(z.dtype))[..., : z.shape[-1]]
+        dz = dz + at_words(dlogits, here, z)
     return dz
 
 

@@ -281,19 +281,24 @@ def log_softmax_of(x: Tensor, lse: Tensor, lse_error: Tensor) -> Tensor:
 
 
 def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
-    """Return x at the target, or 0 if the target is ignored.
+    """Return x at the target, or at each of K targets, (..., K); 0 where a target is ignored.
 
     Raise IndexError for a target that is out of range, on a CPU.
     """
-    # nll_loss takes ignored targets, and raises if another one is out of range.
+    of_words = target.dim() == x.dim()
     try:
+        if of_words:
+            ignored = target == ignore_index
+            listed = x.gather(-1, target.masked_fill(ignored, 0).long())
+            return listed.masked_fill(ignored, 0.0)
+        # nll_loss takes ignored targets, and raises if another one is out of range.
         negated = torch.nn.functional.nll_loss(
             x.reshape(-1, x.shape[-1]),
             target.reshape(-1).long(),
             ignore_index=ignore_index,
             reduction="none",
         )
-    except IndexError as error:
+    except (IndexError, RuntimeError) if of_words else IndexError as error:
         raise IndexError(
             f"{op}: target must be ignore_index, {ignore_index}, or from 0 to"
             f" {x.shape[-1] - 1}, got one that is not: {error}"

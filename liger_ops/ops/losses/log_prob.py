@@ -1,4 +1,7 @@
-"""Log-probabilities of classes, and the entropy, from logits."""
+"""Log-probabilities of classes, and the entropy, from logits.
+
+A target has the shape of the tokens, or one more dimension for K classes a token.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ from .cross_entropy import centred, effective, log_softmax_of, picked, rounded_l
 RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens lse_error"
 OPTIONS: Options = dict.fromkeys(("temperature", "softcap", "logit_scale"), POSITIVE)
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
+
+
+def axes_of_call(call: Any, axes: str) -> str:
+    """Return the line of a call: target and log_prob have the axes of the tokens, and K if the
+    target lists K classes a token."""
+    x = call.x if hasattr(call, "x") else call.logits
+    return axes.replace("?", "* K" if len(call.target.shape) == len(x.shape) else "*")
 
 
 @library.compose
@@ -34,6 +44,10 @@ def log_prob(
     and both are 0 if target_i is ignore_index. This is
     `torch.log_softmax(x, -1).gather(-1, target)` with `torch.distributions.Categorical.entropy`.
 
+    A target of K classes a token, (..., K), gives K log-probabilities, each differentiable, in the
+    same pass. Each is ignore_index or a class, and a class may occur several times. One that is
+    ignore_index has a log-probability and a gradient of 0, and a token is ignored if all K are.
+
     Both results are computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are read once, and never written, widened or normalised in memory:
     beside the results, two numbers per token are stored. The logits of ignored tokens are not read
@@ -50,21 +64,23 @@ def log_prob(
 
     Args:
         logits: (..., V), floating point, any strides; unit stride in the last dimension is fast.
-        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
+        target: (...) or (..., K), int64 or int32; each is ignore_index, or from 0 to V - 1.
         temperature: above 0.
         softcap: above 0, or None for no cap.
         logit_scale: above 0.
         ignore_index: the target of tokens that do not count.
 
     Returns:
-        log_prob, entropy: of target's shape; float32, or float64 if the logits are.
+        log_prob: of target's shape; float32, or float64 if the logits are.
+        entropy: (...), of the same dtype.
 
     Raises:
         TypeError: logits is not floating point, or target is not int64 or int32.
-        ValueError: logits has no class, target does not have the shape of the tokens, the
-            devices differ, or temperature, softcap or logit_scale is not above 0 and finite.
-        IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
-            gives NaN; neither reads out of bounds.
+        ValueError: logits has no class, target has neither the shape of the tokens nor K of at
+            least 1 beside it, the devices differ, or temperature, softcap or logit_scale is not
+            above 0 and finite.
+        IndexError: a target is out of range. For a target (...), a GPU stops with a device-side
+            assertion. An NPU, and a GPU for (..., K), gives NaN. None reads out of bounds.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
@@ -79,8 +95,9 @@ def log_prob(
     "... return_mean_logits return_log_sum_sq_probs return_predicted",
     tags=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
-    axes="logits=* V, target=*: int -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
+    axes="logits=* V, target=?: int -> log_prob=?, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*: int64, lse_error=*",
+    axes_of_call=axes_of_call,
     dtype="float32+logits",
     options=OPTIONS,
 )
@@ -100,10 +117,10 @@ def log_prob_forward(call: Any) -> Results:
 
     Returns:
         log_prob, entropy: the results of `log_prob`.
-        lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+        lse: of entropy's shape; 0 for an ignored token. Each of the three is differentiable.
         mean_logits, log_sum_sq_probs: of the same shape and dtype; 0 for an ignored token; not
             differentiable. None if not requested. A class of -inf makes mean_logits -inf.
-        predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
+        predicted_tokens: of the same shape, int64; the first class with the largest logit, and 0
             for an ignored token; not differentiable. None without return_predicted.
         lse_error: as `cross_entropy_forward`; 0 for an ignored token.
 
@@ -114,9 +131,11 @@ def log_prob_forward(call: Any) -> Results:
         >>> liger_ops.log_prob_forward(torch.zeros(1, 4), torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    x, within = _scaled_logits(call)
+    x, counts, within = _scaled_logits(call)
     maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
+    if counts is not within:
+        maximum, log_sum = maximum.unsqueeze(-1), log_sum.unsqueeze(-1)
     log_prob = picked(x, call.target, call.ignore_index, "log_prob") - maximum - log_sum
     # The entropy is computed from PyTorch's log_softmax, which is more exact than lse: all classes
     # share the error of its sum of exponentials.
@@ -126,10 +145,9 @@ def log_prob_forward(call: Any) -> Results:
     mean_logits = x.detach().mean(-1) if call.return_mean_logits else None
     log_sum_sq_probs = p.detach().square().sum(-1).log() if call.return_log_sum_sq_probs else None
     predicted = call.logits.detach().argmax(-1) if call.return_predicted else None
-    results = (log_prob, entropy, lse, mean_logits, log_sum_sq_probs, predicted, lse_error)
-    return tuple(  # type: ignore[return-value]
-        None if value is None else value.masked_fill(~within, 0) for value in results
-    )
+    results = (entropy, lse, mean_logits, log_sum_sq_probs, predicted, lse_error)
+    of_tokens = (None if value is None else value.masked_fill(~within, 0) for value in results)
+    return log_prob.masked_fill(~counts, 0), *of_tokens  # type: ignore[return-value]
 
 
 @library.backward(
@@ -144,10 +162,14 @@ def log_prob_backward(call: Any) -> Any:
         p_ic = exp((x_ic - lse_i) - lse_error_i)
         dlogits_ic = dx_ic * logit_scale / temperature * (1 - (x_ic * temperature / softcap)**2)
 
-    and dlogits_i = 0 for an ignored token. The logits may be those of a part of the classes, with
+    and dlogits_i = 0 for an ignored token. For K targets the term of dlog_prob is
+
+        sum_k dlog_prob_ik * (c == target_ik) - p_ic * sum_k dlog_prob_ik
+
+    over those that are not ignored. The logits may be those of a part of the classes, with
     the lse and the entropy of all.
     """
-    x, within = _scaled_logits(call)
+    x, counts, within = _scaled_logits(call)
     cap, scale = tempered(call.temperature, call.softcap, call.logit_scale)
     entropy = call.entropy.to(x.dtype).unsqueeze(-1)
     log_p = log_softmax_of(x, call.lse, call.lse_error)
@@ -156,8 +178,13 @@ def log_prob_backward(call: Any) -> Any:
     if call.dlse is not None:
         dx = dx + call.dlse.to(x.dtype).unsqueeze(-1) * p
     if call.dlog_prob is not None:
-        is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
-        dx = dx + call.dlog_prob.to(x.dtype).unsqueeze(-1) * (is_target.to(x.dtype) - p)
+        dlog_prob = call.dlog_prob.to(x.dtype)
+        if counts is within:
+            is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
+            dx = dx + dlog_prob.unsqueeze(-1) * (is_target.to(x.dtype) - p)
+        else:
+            dlog_prob = torch.where(counts, dlog_prob, 0.0)
+            dx = dx + at_words(dlog_prob, call.target, x) - p * dlog_prob.sum(-1, keepdim=True)
     if call.dentropy is not None:
         # A class of probability 0 has a gradient of 0, although its logarithm is -inf.
         centred = torch.where(p == 0, 0.0, log_p + entropy)
@@ -179,12 +206,24 @@ def tempered(
     return None if softcap is None else softcap / temperature, logit_scale / temperature
 
 
-def _scaled_logits(call: Any) -> tuple[Tensor, Tensor]:
-    """Return x, and whether each token counts.
+def at_words(values: Tensor, words: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor of x's shape with the sum of the values, (..., K), of each word in its
+    column. A word that x lacks is left out."""
+    V = x.shape[-1]
+    columns = torch.where((words >= 0) & (words < V), words, V).long()
+    wide = torch.nn.functional.pad(torch.zeros_like(x), (0, 1))
+    return wide.scatter_add(-1, columns, values.to(x.dtype))[..., :V]
 
-    The logits of an ignored token are replaced by 0: they may be NaN, which would make the gradient
-    NaN.
+
+def _scaled_logits(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, whether each target counts, and whether each token does.
+
+    The last two are one tensor for one target a token. The logits of an ignored token are replaced
+    by 0: they may be NaN, which would make the gradient NaN.
     """
-    within = call.target != call.ignore_index
+    within = counts = call.target != call.ignore_index
+    if counts.dim() == call.logits.dim():
+        within = counts.any(-1)
     kept = torch.where(within.unsqueeze(-1), call.logits, 0.0)
-    return effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale)), within
+    x = effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale))
+    return x, counts, within

@@ -19,12 +19,12 @@ from .... import library
 from ....ops.heads.head import Head
 from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
-from ..losses.cross_entropy import TokenTensors, loss_of_tokens
+from ..losses.cross_entropy import IGNORED, TokenTensors, loss_of_tokens
+from ..losses.words import any_word, place, word_logits
 from ..tensors import flat
 from .chunked_head import Device, Outputs, chunked_tokens, recomputed
 
 INF = float("inf")
-IGNORED = -100
 
 
 def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,19 +33,15 @@ def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
     flat_logits = logits.view(ids.shape)
     # The kernel also computes a log-probability, of word 0, which is not used.
     tokens = TokenTensors(
-        None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
+        None, any_word(ids), None, lse=flat_rest, lse_error=error.view(-1),
         log_prob=torch.empty_like(flat_rest),
     )  # fmt: skip
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
-    V = call.weight.shape[0]
     for chunk, _, chunk_logits in chunked_tokens(head, None, device.alignment, *bounds).logits():
         words = ids[chunk]
-        listed = chunk_logits.gather(1, words.clamp(0, V - 1))
-        listed = effective(listed, loss.softcap, loss.logit_scale)
-        # The clamped index is in bounds, and the NaN makes a wrong one visible.
-        listed = torch.where(words < V, listed, float("nan"))
+        listed = word_logits(loss, chunk_logits, words)
         flat_logits[chunk] = torch.where(words < 0, -INF, listed)
-        _place(chunk_logits, words, torch.full_like(listed, -INF))
+        place(chunk_logits, words, torch.full_like(listed, -INF))
         device.cross_entropy.loss_and_gradient(loss, chunk_logits, tokens.chunk(chunk), False)
     if loss.softcap is not None:
         # The kernel's softcap maps the -inf of each listed word to -softcap: subtract their
@@ -62,7 +58,7 @@ def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
 def backward(device: Device, call: Any) -> Outputs:
     ids, rest, loss = _ids(call), flat(call.rest), _loss(call)
     assert rest is not None
-    target = _target(ids)
+    target = any_word(ids)
     # Without other words lse is -inf: exp(x - inf) is 0, and with it the gradient.
     lse, error = torch.where(rest == -INF, INF, rest), flat(call.rest_error)
     all_tokens = TokenTensors(None, target, None, lse=lse, lse_error=error)
@@ -81,7 +77,7 @@ def backward(device: Device, call: Any) -> Outputs:
         else:
             upstream = (None, None, drest[tokens], None, None)
             device.cross_entropy.gradient(loss, upstream, logits, all_tokens.chunk(tokens), logits)
-        _place(logits, ids[tokens] - words.start, values[tokens])
+        place(logits, ids[tokens] - words.start, values[tokens])
 
     return recomputed("linear_top_k_divergence_backward", call, device.alignment, dlogits)
 
@@ -94,30 +90,7 @@ def _ids(call: Any) -> Tensor:
     return call.teacher_ids.reshape(math.prod(shape[:-1]), shape[-1]).long().clamp(min=-1)
 
 
-def _target(ids: Tensor) -> Tensor:
-    """Return a target for each token: IGNORED for a token without words, else 0. Only whether it is
-    IGNORED matters."""
-    return torch.where((ids >= 0).any(-1), 0, IGNORED)
-
-
 def _loss(call: Any) -> Any:
     """Return the options as those of cross_entropy: the temperature is part of softcap and
     logit_scale."""
     return loss_of_tokens(IGNORED, *tempered(call.temperature, call.softcap, call.logit_scale))
-
-
-def _place(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write values over the logits in these columns, both (M, K), leaving out columns that the
-    logits lack. The columns of a row differ from each other, so that no element is written twice
-    with different values."""
-    inside = (columns >= 0) & (columns < logits.shape[1])
-    # An entry cannot be left out of a scatter, and a mask would make its size depend on the data.
-    # Instead it writes what the row's first entry inside writes or, without one, what column 0
-    # holds already.
-    first = inside.int().argmax(-1, keepdim=True)
-    exists = inside.gather(1, first)
-    column = torch.where(exists, columns.gather(1, first), 0)
-    value = torch.where(exists, values.gather(1, first).to(logits.dtype), logits[:, :1])
-    logits.scatter_(
-        1, torch.where(inside, columns, column), torch.where(inside, values.to(logits.dtype), value)
-    )

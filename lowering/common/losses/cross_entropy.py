@@ -24,6 +24,10 @@ from ....ops.losses.cross_entropy import upstream_of_tokens
 from ..tensors import flat
 
 
+# The target of a token that does not count, where only that is asked of a target.
+IGNORED = -100
+
+
 class TokenTensors(NamedTuple):
     """The tensors with one element per token, (M,) and contiguous, and the class weight, (V,). A
     tensor is None if it is absent or not wanted."""
