@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..ops.tensors import equal
 from . import checks
 from .lines import also
@@ -16,9 +18,12 @@ def classes(call: Any) -> None:
     checks.at_least_one(call, "logits", "class")
 
 
-@also("log_prob", "linear_log_prob", shapes=("target", "dlog_prob"))
+@also("log_prob", "linear_log_prob", first=True, shapes=("target", "dlog_prob"))
 def targets(call: Any) -> None:
-    """Check that the target has the shape of the tokens, or K classes for each of them."""
+    """Check that the target has the shape of the tokens, or K classes for each of them. The check
+    of the line then refuses its dtype."""
+    if call.target.dtype not in (torch.int64, torch.int32):
+        return
     name = "x" if hasattr(call, "x") else "logits"
     tokens, shape, op = getattr(call, name).shape[:-1], call.target.shape, checks.op(call)
     rows = shape[:-1] if len(shape) > len(tokens) else shape

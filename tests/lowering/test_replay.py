@@ -155,7 +155,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # A sort has two results, and on a GPU parts of bfloat16 are joined, of a list of tensors.
-NOT_REPLAYED = ("embedding_backward", "mhc_coeffs_backward")
+NOT_REPLAYED = ("embedding_backward", "mhc_coeffs_backward", "log_prob_backward-words")
 
 
 @pytest.mark.parametrize("backward", (False, True), ids=("forward", "backward"))
@@ -171,7 +171,8 @@ def test_a_replayed_call_computes_the_same(
         found = as_tuple(kernel(*arguments(case, op.tensors(case))))
         for x, y in zip(found, expected, strict=True):
             assert x is y is None or (torch.equal(x, y) and x.stride() == y.stride())
-    assert calls is None or checked.count(name) == 2 or name in NOT_REPLAYED
+    label = f"{name}-{op.form}" if op.form else name
+    assert calls is None or checked.count(name) == 2 or label in NOT_REPLAYED
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-5, *options: Any) -> Tensor:

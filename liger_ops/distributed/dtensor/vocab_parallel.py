@@ -98,7 +98,7 @@ def _moves_less(call: Any, placed: Placed, rows: Any, dimension: int) -> bool:
         devices = math.prod(placed.mesh.size(i) for i in others)
         size = value.numel() * value.element_size() // devices
         if value is rows:
-            numbers = _numbers(call, placed.mesh.size(dimension))
+            numbers = _numbers(call, value, placed.mesh.size(dimension))
             moved += 4 * numbers * math.prod(value.shape[:-1]) // devices
         if isinstance(value.placements[dimension], Shard):
             if isinstance(placements[dimension], Shard):
@@ -108,10 +108,15 @@ def _moves_less(call: Any, placed: Placed, rows: Any, dimension: int) -> bool:
     return bool(moved <= instead)
 
 
-def _numbers(call: Any, ranks: int) -> int:
+def _numbers(call: Any, rows: DTensor, ranks: int) -> int:
     """Return the most float32 numbers of a token that the devices gather."""
     listed = getattr(call, "teacher_ids", None)
-    return NUMBERS if listed is None else listed.shape[-1] + 2 * ranks
+    if listed is not None:
+        return listed.shape[-1] + 2 * ranks
+    target = getattr(call, "target", None)
+    if target is not None and target.dim() == rows.dim():
+        return 3 + target.shape[-1]
+    return NUMBERS
 
 
 def _with_whole_results(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:

@@ -194,7 +194,8 @@ def _check_target(op: str, rows: Tensor, target: Tensor) -> None:
     """Check the target, for a rank without words too, which calls no op that would check it."""
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: target must be int64 or int32, got {target.dtype}")
-    if target.shape != rows.shape[:-1]:
+    given, of_words = target.shape, op.endswith("log_prob") and target.dim() == rows.dim()
+    if (given[:-1] if of_words else given) != rows.shape[:-1] or (of_words and given[-1] < 1):
         raise ValueError(
             f"{op}: target must have the shape of the whole input but for its last dimension,"
             f" {tuple(rows.shape[:-1])}, got {tuple(target.shape)}"

@@ -260,7 +260,7 @@ def rows_of(x: Tensor) -> Tensor:
 def flat_tokens(values: Tensor, x: Tensor) -> Tensor:
     """Flatten the dimensions of values that are those of x's tokens."""
     tokens = x.shape[:-1]
-    return values.reshape(math.prod(tokens), *values.shape[len(tokens) :])
+    return values.reshape((math.prod(tokens), *values.shape[len(tokens) :]))
 
 
 def divisor(call: Any, total_weight: Tensor) -> Tensor | int:

@@ -163,7 +163,7 @@ def linear_log_prob_forward(call: Any) -> Results:
 
 def _of_tokens(values: Tensor, x: Tensor) -> Tensor:
     """Return values with one row a token in the shape of x's tokens."""
-    return values.reshape(*x.shape[:-1], *values.shape[1:])
+    return values.reshape((*x.shape[:-1], *values.shape[1:]))
 
 
 @library.backward(

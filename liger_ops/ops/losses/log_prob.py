@@ -19,11 +19,17 @@ OPTIONS: Options = dict.fromkeys(("temperature", "softcap", "logit_scale"), POSI
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
+def has_words(call: Any) -> bool:
+    """Return whether the target of a call lists K classes a token."""
+    x = call.x if hasattr(call, "x") else call.logits
+    # Not dim(), which the specs of DTensors lack.
+    return len(call.target.shape) == len(x.shape)
+
+
 def axes_of_call(call: Any, axes: str) -> str:
     """Return the line of a call: target and log_prob have the axes of the tokens, and K if the
     target lists K classes a token."""
-    x = call.x if hasattr(call, "x") else call.logits
-    return axes.replace("?", "* K" if len(call.target.shape) == len(x.shape) else "*")
+    return axes.replace("?", "* K" if has_words(call) else "*")
 
 
 @library.compose
@@ -134,7 +140,7 @@ def log_prob_forward(call: Any) -> Results:
     x, counts, within = _scaled_logits(call)
     maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
-    if counts is not within:
+    if has_words(call):
         maximum, log_sum = maximum.unsqueeze(-1), log_sum.unsqueeze(-1)
     log_prob = picked(x, call.target, call.ignore_index, "log_prob") - maximum - log_sum
     # The entropy is computed from PyTorch's log_softmax, which is more exact than lse: all classes
@@ -179,12 +185,12 @@ def log_prob_backward(call: Any) -> Any:
         dx = dx + call.dlse.to(x.dtype).unsqueeze(-1) * p
     if call.dlog_prob is not None:
         dlog_prob = call.dlog_prob.to(x.dtype)
-        if counts is within:
-            is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
-            dx = dx + dlog_prob.unsqueeze(-1) * (is_target.to(x.dtype) - p)
-        else:
+        if has_words(call):
             dlog_prob = torch.where(counts, dlog_prob, 0.0)
             dx = dx + at_words(dlog_prob, call.target, x) - p * dlog_prob.sum(-1, keepdim=True)
+        else:
+            is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
+            dx = dx + dlog_prob.unsqueeze(-1) * (is_target.to(x.dtype) - p)
     if call.dentropy is not None:
         # A class of probability 0 has a gradient of 0, although its logarithm is -inf.
         centred = torch.where(p == 0, 0.0, log_p + entropy)
@@ -218,11 +224,11 @@ def at_words(values: Tensor, words: Tensor, x: Tensor) -> Tensor:
 def _scaled_logits(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, whether each target counts, and whether each token does.
 
-    The last two are one tensor for one target a token. The logits of an ignored token are replaced
+    The logits of an ignored token are replaced
     by 0: they may be NaN, which would make the gradient NaN.
     """
     within = counts = call.target != call.ignore_index
-    if counts.dim() == call.logits.dim():
+    if has_words(call):
         within = counts.any(-1)
     kept = torch.where(within.unsqueeze(-1), call.logits, 0.0)
     x = effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale))

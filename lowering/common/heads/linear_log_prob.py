@@ -19,7 +19,8 @@ Upstream = tuple[Tensor | None, ...]
 
 def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
-    loss, tokens, words = as_loss(call), results(call, *outputs), words_of(call)
+    loss, words = as_loss(call), words_of(call)
+    tokens = results(call, words, *outputs)
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     for chunk, _, logits in chunked_tokens(head, None, device.alignment, *bounds).logits():
         part = tokens.chunk(chunk)
@@ -34,8 +35,10 @@ def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
 
 
 def backward(device: Device, call: Any) -> Outputs:
-    all_tokens, listed = given_tokens(call), words_of(call)
-    of_words = None if listed is None else WordGradients.of_call(call, listed, all_tokens)
+    listed, of_words = words_of(call), None
+    all_tokens = given_tokens(call, listed)
+    if listed is not None:
+        of_words = WordGradients.of_call(call, listed, all_tokens)
     upstream = () if of_words is not None else _upstream(call)
 
     def dlogits(logits: Tensor, tokens: slice, words: slice) -> None:

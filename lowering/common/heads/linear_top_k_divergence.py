@@ -50,7 +50,7 @@ def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
         share = (count * torch.exp(-loss.softcap - flat_rest)).clamp(max=1.0)
         correction = torch.log1p(-share) + error.view(-1)
         corrected, new_error = rounded_lse(flat_rest, correction)
-        flat_rest.copy_(torch.where(count == V, -INF, corrected))
+        flat_rest.copy_(torch.where(count == call.weight.shape[0], -INF, corrected))
         error.view(-1).copy_(new_error)
     return logits, rest, error
 

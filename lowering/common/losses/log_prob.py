@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.head import flat_tokens
-from ....ops.losses.log_prob import RESULTS, tempered
+from ....ops.losses.log_prob import RESULTS, has_words, tempered
 from ..tensors import flat
 from .cross_entropy import IGNORED, TokenTensors, loss_of_tokens, per_token
 from .words import WordGradients, any_word, place, word_log_probs
@@ -27,38 +27,35 @@ def as_loss(call: Any, first: int = 0) -> Any:
     """Return the options of a call of log_prob as a call of cross_entropy without tensors. The
     temperature is part of softcap and logit_scale, and targets are counted from class `first`."""
     options = tempered(call.temperature, call.softcap, call.logit_scale)
-    ignore_index = call.ignore_index if words_of(call) is None else IGNORED
+    ignore_index = IGNORED if has_words(call) else call.ignore_index
     return loss_of_tokens(ignore_index - first, *options)
 
 
 def words_of(call: Any) -> Tensor | None:
     """Return the K targets of each token of a call, (M, K) and int64, or None for one target a
     token. An ignored one is -1, and one that is out of range is V or more."""
-    x = call.x if hasattr(call, "x") else call.logits
-    target = call.target
-    if target.dim() < x.dim():
+    if not has_words(call):
         return None
+    x, target = call.x if hasattr(call, "x") else call.logits, call.target
     words = flat_tokens(target, x).long()
     # A target below 0 that is not ignored becomes one that no vocabulary has.
     words = torch.where(words < 0, torch.iinfo(torch.int32).max, words)
     return words.masked_fill(flat_tokens(target == call.ignore_index, x), -1)
 
 
-def results(call: Any, *outputs: Tensor | None) -> TokenTensors:
+def results(call: Any, words: Tensor | None, *outputs: Tensor | None) -> TokenTensors:
     """Return the targets of a call, and the results to fill. For K targets, log_prob is memory for
     that of an arbitrary class."""
     named = dict(zip(_NAMES, map(flat, outputs), strict=True))
-    words = words_of(call)
     if words is None:
         return TokenTensors(None, flat(call.target), None, **named)
     named["log_prob"] = torch.empty_like(named["lse"])
     return TokenTensors(None, any_word(words), None, **named)
 
 
-def given_tokens(call: Any) -> TokenTensors:
+def given_tokens(call: Any, words: Tensor | None) -> TokenTensors:
     """Return the tensors of a backward call's tokens."""
     statistics = {name: flat(getattr(call, name)) for name in ("lse", "entropy", "lse_error")}
-    words = words_of(call)
     target = flat(call.target) if words is None else any_word(words)
     return TokenTensors(None, target, None, **statistics)
 
@@ -72,9 +69,9 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
     @library.kernel("log_prob_forward", device, module=module)
     def log_prob_forward(call, *outputs_and_plan):
         *outputs, plan = outputs_and_plan
-        loss, tokens, logits = as_loss(call), results(call, *outputs), rows(call.logits)
+        loss, words, logits = as_loss(call), words_of(call), rows(call.logits)
+        tokens = results(call, words, *outputs)
         kernels.loss_and_gradient(loss, logits, tokens, False, plan)
-        words = words_of(call)
         if words is not None:
             outputs[0].view(words.shape).copy_(word_log_probs(loss, logits, words, tokens))
         # Only for its check of the targets: nothing is reduced.
@@ -84,7 +81,8 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
     @library.kernel("log_prob_backward", device, module=module)
     def log_prob_backward(call, dlogits, plan):
         logits, dlogits = rows(call.logits), dlogits.view(-1, call.logits.shape[-1])
-        loss, tokens, words = as_loss(call), given_tokens(call), words_of(call)
+        loss, words = as_loss(call), words_of(call)
+        tokens = given_tokens(call, words)
         if words is not None:
             gradients = WordGradients.of_call(call, words, tokens)
             of_words = gradients.of_logits(logits, ALL)

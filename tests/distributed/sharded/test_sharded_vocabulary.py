@@ -75,6 +75,8 @@ CALLS: list[tuple[str, Fields]] = [
     *(("linear_log_prob_forward", fields) for fields in (
         {}, {"softcap": None}, {**NOTHING, "rank": None},
     )),
+    *(("log_prob_forward-words", fields) for fields in ({}, {**NOTHING, "ignore_index": 2})),
+    *(("linear_log_prob_forward-words", fields) for fields in ({}, {**NOTHING, "rank": None})),
     *(("divergence_forward-jsd", fields) for fields in OF_KINDS),
     *(("linear_divergence_forward-mean", fields) for fields in (
         {}, {"kind": "forward_kl", "rank": None, "num_items": False, **WITHOUT_CAPS},

@@ -25,21 +25,22 @@ from head_bounds import (
 )
 from liger_ops import library
 from linear_log_prob_cases import LogProbHeadCase
-from log_prob_cases import ASKED, UPSTREAM
+from log_prob_cases import ASKED, UPSTREAM, K
 from op_table import OPS
 from op_under_test import Tensors
 
 OP = OPS["linear_log_prob_forward"]
 FORWARD, BACKWARD = (library.OPS[f"linear_log_prob_{name}"] for name in ("forward", "backward"))
 EXAMPLES = tuple(
-    LogProbHeadCase(shape=(9,), dtype=dtype, temperature=0.7)
+    LogProbHeadCase(shape=(9,), dtype=dtype, temperature=0.7, K=k)
+    for k in (None, 5)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> LogProbHeadCase:
-    return LogProbHeadCase(**head_fields(draw, 3))
+    return LogProbHeadCase(**head_fields(draw, 3, K=K))
 
 
 @drawn(cases(), *EXAMPLES)
@@ -82,7 +83,13 @@ def gradient_roundings(case: LogProbHeadCase, tensors: Tensors) -> dict[str, flo
         for name in UPSTREAM
     )
     target = tensors["target"].clamp(min=0).long()
-    terms = log_prob * F.one_hot(target, case.V) + (log_prob + dlse) * p
+    if case.K is None:
+        at_target = log_prob * F.one_hot(target, case.V)
+    else:
+        kept = kept.amax(-2)
+        at_target = (log_prob * F.one_hot(target, case.V)).sum(-2)
+        log_prob = log_prob.sum(-2) if log_prob.dim() else log_prob
+    terms = at_target + (log_prob + dlse) * p
     terms = terms + dentropy * p * (1 + (log_p + entropy).abs())
     terms = kept * terms * case.logit_scale / case.temperature
     terms = terms.reshape(-1, case.V)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import log_prob_cases
@@ -18,6 +18,8 @@ class LogProbHeadCase(HeadCase):
     """A drawn call of linear_log_prob. upstream says which results have a gradient."""
 
     upstream: tuple[bool, ...] = (True, True, True)
+    # Targets of a token: None for one, or K.
+    K: int | None = None
     return_mean_logits: bool = False
     return_log_sum_sq_probs: bool = False
     return_predicted: bool = False
@@ -29,14 +31,15 @@ INPUTS = ("x", "weight", "target", "bias")
 def tensors(case: LogProbHeadCase) -> Tensors:
     drawn: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
     drawn.update(zip(LORA, lora_of(case), strict=True))
+    if case.K is not None:
+        drawn["target"] = log_prob_cases.words(case, case.V)
     forward = library.OPS["linear_log_prob_forward"].definition
     options = (case.temperature, case.softcap, case.logit_scale)
     lora = {name: drawn[name] for name in LORA}
-    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = forward(
-        *list(drawn.values())[:4], *options, **lora
-    )
+    results = forward(*list(drawn.values())[:4], *options, **lora)
+    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = results
     values = Values(case.seed + 1)
-    drawn.update(log_prob_cases.upstream(case.upstream, drawn["lse"], values, case.dy_layout))
+    drawn.update(log_prob_cases.upstream(case.upstream, results[:3], values, case.dy_layout))
     return drawn
 
 
@@ -67,3 +70,6 @@ OPS = (
         compiled=[{**COMPILED, "temperature": 0.7}],
     ),
 )  # fmt: skip
+OPS += (
+    replace(OPS[0], form="words", sampled={**OPS[0].sampled, "K": 6}, forms=Forms(shapes=()), compiled=()),
+)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cross_entropy_cases import LOGITS, TARGETS, targets, vocabularies
-from launch_forms import loss_forms, shapes
+from launch_forms import Forms, loss_forms, shapes
 from liger_ops import library
-from op_under_test import SAME, Magnitude, OpUnderTest, Tensors, Values, drawn_for, max_abs
+from op_under_test import DEVICE, SAME, Magnitude, OpUnderTest, Tensors, Values, drawn_for, max_abs
 
+# Targets of a token: None for one, or K. Some of the K are equal, and some ignored.
+K = (None, None, 1, 4, 20)
 # The options that ask for further results.
 ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
 UPSTREAM = ("dlog_prob", "dentropy", "dlse")
@@ -21,24 +25,44 @@ def tensors(case: Any) -> Tensors:
     values = drawn_for(case)
     drawn: Tensors = {
         "logits": values.draw(case.shape, SAME, case.layout, case.scale),
-        "target": targets(case),
+        "target": targets(case) if case.K is None else words(case, case.shape[-1]),
     }
     forward = library.OPS["log_prob_forward"].definition
     options = (case.temperature, case.softcap, case.logit_scale, case.ignore_index)
-    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = forward(*drawn.values(), *options)
+    results = forward(*drawn.values(), *options)
+    _, drawn["entropy"], drawn["lse"], *_, drawn["lse_error"] = results
     # output_mask says which results have a gradient.
-    drawn.update(upstream(case.output_mask, drawn["lse"], values, case.dy_layout))
+    drawn.update(upstream(case.output_mask, results[:3], values, case.dy_layout))
     return drawn
 
 
-def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: str) -> Tensors:
+def words(case: Any, V: int) -> torch.Tensor:
+    """Draw K words for each token from a few, so that some are equal. Of some tokens all are
+    ignored, and of others some."""
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    tokens = case.shape if hasattr(case, "D") else case.shape[:-1]
+    listed = torch.randint(0, min(V, 2 * case.K), (*tokens, case.K), generator=generator)
+    listed = (listed * 7 + case.seed) % V
+    share = {"none": 0.0, "some": 0.3, "all": 1.0}.get(case.ignored)
+    share = share if share is not None else (1.0 / case.ignored if case.ignored else 0.0)
+    whole = torch.rand((*tokens, 1), generator=generator) < share
+    ignored = whole | (torch.rand(listed.shape, generator=generator) < share)
+    ignore_index = getattr(case, "ignore_index", -100)
+    return torch.where(ignored, ignore_index, listed).to(DEVICE, case.target_dtype)
+
+
+def upstream(
+    mask: tuple[bool, ...], results: Sequence[torch.Tensor], values: Values, layout: str
+) -> Tensors:
     """Draw the gradients of the results that have one, at least one of them."""
     wanted = (mask[0] or not any(mask), *mask[1:])
-    layout = layout if lse.dim() else "contiguous"
     return {
-        name: values.draw(tuple(lse.shape), lse.dtype if given else None, layout)
-        for name, given in zip(UPSTREAM, wanted, strict=True)
-    }
+        name: values.draw(
+            tuple(result.shape), result.dtype if given else None,
+            layout if result.dim() else "contiguous",
+        )
+        for name, result, given in zip(UPSTREAM, results, wanted, strict=True)
+    }  # fmt: skip
 
 
 def sizes(case: Any, tensors: Tensors) -> tuple[float, float]:
@@ -64,7 +88,7 @@ def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     lse, entropy = sizes(case, tensors)
     log_prob, dentropy, dlse = (max_abs(tensors[name]) for name in UPSTREAM)
     # A rounding error of the exponent is a relative error of the probability.
-    upstream = log_prob + dlse + dentropy * (1 + entropy)
+    upstream = log_prob * (case.K or 1) + dlse + dentropy * (1 + entropy)
     return [upstream * (1 + lse) * case.logit_scale / case.temperature]
 
 
@@ -75,7 +99,7 @@ OPS = (
     OpUnderTest(
         name="log_prob_forward",
         choices={
-            **TARGETS, **LOGITS, "temperature": (1.0, 0.6, 2.5),
+            **TARGETS, **LOGITS, "temperature": (1.0, 0.6, 2.5), "K": K,
             **dict.fromkeys(ASKED, (False, True)),
         },
         tensors=tensors,
@@ -99,4 +123,9 @@ OPS = (
         shaping=(),
         autocast_as="mul.Tensor",
     ),
+)  # fmt: skip
+# K targets a token, of which some are equal; the kernels are those of one.
+OPS += (
+    replace(OPS[0], form="words", sampled={**OPS[0].sampled, "K": 4}, cases={},
+            forms=Forms(shapes=()), compiled=()),
 )  # fmt: skip
