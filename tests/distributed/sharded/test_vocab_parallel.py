@@ -73,10 +73,12 @@ def calls(V: int) -> dict[str, Call]:
 
 
 def call_of(op: OpUnderTest, V: int) -> Call:
-    forms = lines(library.OPS[op.name].axes)
+    # A target "?" has the axes of the tokens, and for K words one more.
+    forms = lines(library.OPS[op.name].axes.replace("?", "*"))
     axes = {name: entry.axes for line in forms for name, entry in line.arguments.items()}
     # Several chunks.
-    of_head = {"chunk_bytes": 40 * V, "K": LISTED} if op.case_type else {}
+    of_head = {"chunk_bytes": 40 * V} if op.case_type else {}
+    of_head |= {"K": LISTED} if "K" in op.sampled else {}
     case = case_of(op, V, torch.float32, **of_head)
     # Their values are drawn on the CPU.
     with torch.device("cpu"):
@@ -183,6 +185,7 @@ NUMBERS = {
     "cross_entropy_forward-mean": 4, "cross_entropy_forward-none": 4,
     "linear_cross_entropy_forward-mean": 4, "linear_cross_entropy_forward-none": 4,
     "log_prob_forward": 4, "linear_log_prob_forward": 4, "divergence_forward-jsd": 6,
+    "log_prob_forward-words": 3 + LISTED, "linear_log_prob_forward-words": 3 + LISTED,
     "divergence_forward-forward-kl": 5, "linear_divergence_forward-mean": 9,
     "linear_divergence_forward-none": 8, "linear_top_k_divergence_forward": LISTED + 4,
 }  # fmt: skip
