@@ -54,6 +54,7 @@ from .ops.losses.log_prob import log_prob, log_prob_forward
 from .ops.losses.router_losses import router_losses, router_losses_forward
 from .ops.heads.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.heads.linear_log_prob import linear_log_prob, linear_log_prob_forward
+from .ops.heads.linear_top_k import linear_top_k, linear_top_k_forward
 from .ops.heads.linear_top_k_divergence import (
     linear_top_k_divergence,
     linear_top_k_divergence_forward,
@@ -87,8 +88,8 @@ __all__ = [
     "geglu", "graph_pass", "group_norm", "infer_device", "jsd", "kl_div", "layer_norm",
     "linear_cross_entropy", "linear_cross_entropy_forward", "linear_divergence",
     "linear_divergence_forward", "linear_log_prob", "linear_log_prob_forward",
-    "linear_top_k_divergence", "linear_top_k_divergence_forward", "log_prob", "log_prob_forward",
-    "log_softmax", "lora_linear", "lora_linear_forward", "losses", "mhc_coeffs",
+    "linear_top_k", "linear_top_k_divergence", "linear_top_k_divergence_forward",
+    "linear_top_k_forward", "log_prob", "log_prob_forward", "log_softmax", "lora_linear", "lora_linear_forward", "losses", "mhc_coeffs",
     "mhc_coeffs_forward", "mhc_post_res", "mhc_pre", "modulated_layer_norm", "modulated_rms_norm",
     "moe_experts", "moe_experts_forward", "multi_token_attention", "multi_token_attention_forward",
     "neighborhood_attention", "neighborhood_attention_forward", "nn", "poly_norm", "relu_squared",

@@ -110,6 +110,7 @@ Check = Callable[[Any], None]
 DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "": (Tensor.is_floating_point, "a floating point tensor"),
     "int": (lambda tensor: tensor.dtype in (torch.int64, torch.int32), "int64 or int32"),
+    "int64": (lambda tensor: tensor.dtype is torch.int64, "int64"),
     "int32": (lambda tensor: tensor.dtype is torch.int32, "int32"),
     "any": (lambda tensor: True, "a tensor"),
     "bool": (lambda x: x.dtype is torch.bool, "bool"),

@@ -15,11 +15,12 @@ from . import checks
 from .lines import also, gives
 
 LOSSES = (
-    "linear_cross_entropy", "linear_log_prob", "linear_top_k_divergence", "linear_divergence",
+    "linear_cross_entropy", "linear_log_prob", "linear_top_k", "linear_top_k_divergence",
+    "linear_divergence",
 )  # fmt: skip
 
 
-@also(*LOSSES[:3], first=True)
+@also(*LOSSES[:4], first=True)
 def given(call: Any) -> None:
     """Check that both factors of a LoRA are given, or none, and that no mask asks for the gradient
     of an argument that is None."""
@@ -75,6 +76,18 @@ def accumulation(call: Any) -> None:
             f"{checks.op(call)}: gradient_mask must be all False for the reduction 'none', whose"
             f" gradient the backward computes, got {mask}"
         )
+
+
+@also("linear_top_k")
+def number_of_words(call: Any) -> None:
+    V = call.weight.shape[0]
+    if hasattr(call, "k") and call.k > V:
+        raise ValueError(f"linear_top_k: k must be at most the number of words, {V}, got {call.k}")
+
+
+@gives("K", "linear_top_k")
+def columns_of_words(call: Any) -> tuple[int | torch.SymInt]:
+    return (call.k if hasattr(call, "k") else call.words.shape[-1],)
 
 
 @gives("gradients", "linear_cross_entropy", "linear_divergence")
