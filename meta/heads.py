@@ -86,8 +86,8 @@ def number_of_words(call: Any) -> None:
 
 
 @gives("K", "linear_top_k")
-def columns_of_words(call: Any) -> tuple[int | torch.SymInt]:
-    return (call.k if hasattr(call, "k") else call.words.shape[-1],)
+def columns_of_words(call: Any) -> tuple[int | torch.SymInt, ...]:
+    return (call.k,) if hasattr(call, "k") else tuple(call.words.shape[-1:])
 
 
 @gives("gradients", "linear_cross_entropy", "linear_divergence")

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from .process_group.cross_entropy import cross_entropy, linear_cross_entropy
     from .process_group.divergence import divergence, linear_divergence, linear_top_k_divergence
     from .process_group.log_prob import linear_log_prob, log_prob
+    from .process_group.top_k import linear_top_k
 
 __all__ = [
     "cross_entropy", "divergence", "linear_cross_entropy", "linear_divergence", "linear_log_prob",
-    "linear_top_k_divergence", "log_prob",
+    "linear_top_k", "linear_top_k_divergence", "log_prob",
 ]  # fmt: skip
 
 _registered = False

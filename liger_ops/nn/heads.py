@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..ops.heads.linear_divergence import linear_divergence
 from ..ops.heads.linear_log_prob import linear_log_prob
+from ..ops.heads.linear_top_k import linear_top_k
 from ..ops.heads.linear_top_k_divergence import linear_top_k_divergence
 from .derived import documented, no_rows, no_target
 from .losses import LossModule
 
-__all__ = ["LinearDivergence", "LinearLogProb", "LinearTopKDivergence"]
+__all__ = ["LinearDivergence", "LinearLogProb", "LinearTopK", "LinearTopKDivergence"]
 
 
 @documented(linear_log_prob)
@@ -52,6 +53,41 @@ class LinearLogProb(LossModule):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         lora: dict[str, Any] = {"lora_a": lora_a, "lora_b": lora_b, "lora_scale": lora_scale}
         return linear_log_prob(x, weight, target, bias, *self.options, **lora)
+
+
+@documented(linear_top_k)
+@dataclass(eq=False, repr=False)
+class LinearTopK(LossModule):
+    """The k most probable words of each token, and their log-probabilities, of a linear head.
+
+    The logits are computed in chunks and not kept.
+
+    Example:
+        >>> head = torch.nn.Linear(8, 4, bias=False)
+        >>> words, log_prob = liger_ops.nn.LinearTopK(2)(torch.zeros(1, 8), head.weight)
+        >>> log_prob
+        tensor([[-1.3863, -1.3863]], grad_fn=<...>)
+    """
+
+    k: int
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    _: KW_ONLY
+    accum_dtype: torch.dtype | None = None
+    chunk_bytes: int | None = None
+
+    def _check(self) -> None:
+        x = no_rows(dtype=self.accum_dtype)
+        self(x, x.new_empty(max(self.k, 1), 1))
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+        lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        k, *options = self.options
+        lora: dict[str, Any] = {"lora_a": lora_a, "lora_b": lora_b, "lora_scale": lora_scale}
+        return linear_top_k(x, weight, k, bias, *options, **lora)
 
 
 @documented(linear_divergence)

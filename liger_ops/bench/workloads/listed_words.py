@@ -1,4 +1,5 @@
-"""linear_top_k_divergence: the head of a student and the words that its teacher lists."""
+"""linear_top_k_divergence: the head of a student and the words that its teacher lists; and
+linear_top_k, which lists a head's own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import liger_ops
 from .entry import Draw, Entry, Function, Shape, wide
 from .losses import OF_HEADS, model_jsd, x_weight_and_target
 
-# The number of words that the teacher lists for a token.
+# The number of words that are listed for a token.
 K = 16
 
 
@@ -31,6 +32,16 @@ def model_head_and_listed_words(x: Tensor, weight: Tensor, ids: Tensor) -> Tenso
     sides = (log_q, _log_prob(ids, log_q.dtype))
     tails = (torch.log1p(-side.exp().sum(-1, keepdim=True)) for side in sides)
     return model_jsd(*(torch.cat(pair, -1) for pair in zip(sides, tails, strict=True)))
+
+
+def model_top_k(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Compute the sum of the log-probabilities of a head's most probable words. The target, by
+    whose rows the truth is computed, is not used."""
+    return wide(x @ weight.T).log_softmax(-1).topk(K, -1).values.sum(-1)
+
+
+def _top_k(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return liger_ops.linear_top_k(x, weight, K, **options)[1].sum(-1)
 
 
 def _mean(x: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Tensor:
@@ -56,7 +67,24 @@ def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     return [x, weight, (first.unsqueeze(-1) + torch.arange(K, device=x.device)) % shape[2]]
 
 
+def _with_top_words(draw: Draw, shape: Shape) -> list[Tensor]:
+    """Draw a head whose first K words are the most probable ones, in every dtype: other words would
+    have other gradients."""
+    rows, width, classes = shape
+    x, weight = draw.leaf(rows, width), draw.leaf(classes, width, scale=0.1 * width**-0.5)
+    with torch.no_grad():
+        x[:, 0], weight[:, 0], weight[:K, 0] = 1, 0, 1
+    return [x, weight, draw.classes(rows, classes)]
+
+
 ENTRIES = (
+    Entry(
+        op="linear_top_k",
+        ours=_top_k,
+        low_memory=lambda x, *others: _top_k(x, *others, accum_dtype=x.dtype),
+        eager=model_top_k,
+        **{**OF_HEADS, "inputs": _with_top_words},
+    ),
     Entry(
         op="linear_top_k_divergence",
         ours=_mean,

@@ -113,6 +113,10 @@ def _numbers(call: Any, rows: DTensor, ranks: int) -> int:
     listed = getattr(call, "teacher_ids", None)
     if listed is not None:
         return listed.shape[-1] + 2 * ranks
+    words = getattr(call, "words", None)
+    if hasattr(call, "k") or words is not None:
+        # A word is an int64, of two float32.
+        return 2 + 3 * (call.k if words is None else words.shape[-1])
     target = getattr(call, "target", None)
     if target is not None and target.dim() == rows.dim():
         return 3 + target.shape[-1]

@@ -77,6 +77,9 @@ CALLS: list[tuple[str, Fields]] = [
     )),
     *(("log_prob_forward-words", fields) for fields in ({}, {**NOTHING, "ignore_index": 2})),
     *(("linear_log_prob_forward-words", fields) for fields in ({}, {**NOTHING, "rank": None})),
+    *(("linear_top_k_forward", fields) for fields in (
+        {"k": 4}, {"k": 5, "softcap": None, "rank": None},
+    )),
     *(("divergence_forward-jsd", fields) for fields in OF_KINDS),
     *(("linear_divergence_forward-mean", fields) for fields in (
         {}, {"kind": "forward_kl", "rank": None, "num_items": False, **WITHOUT_CAPS},

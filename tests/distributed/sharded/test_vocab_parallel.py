@@ -78,7 +78,7 @@ def call_of(op: OpUnderTest, V: int) -> Call:
     axes = {name: entry.axes for line in forms for name, entry in line.arguments.items()}
     # Several chunks.
     of_head = {"chunk_bytes": 40 * V} if op.case_type else {}
-    of_head |= {"K": LISTED} if "K" in op.sampled else {}
+    of_head |= {name: LISTED for name in ("K", "k") if name in op.sampled}
     case = case_of(op, V, torch.float32, **of_head)
     # Their values are drawn on the CPU.
     with torch.device("cpu"):
@@ -187,7 +187,7 @@ NUMBERS = {
     "log_prob_forward": 4, "linear_log_prob_forward": 4, "divergence_forward-jsd": 6,
     "log_prob_forward-words": 3 + LISTED, "linear_log_prob_forward-words": 3 + LISTED,
     "divergence_forward-forward-kl": 5, "linear_divergence_forward-mean": 9,
-    "linear_divergence_forward-none": 8, "linear_top_k_divergence_forward": LISTED + 4,
+    "linear_top_k_forward": 2 + 3 * LISTED, "linear_divergence_forward-none": 8, "linear_top_k_divergence_forward": LISTED + 4,
 }  # fmt: skip
 
 
