@@ -93,6 +93,19 @@ def check_number(
         raise ValueError(f"{function}: {name} must be {accepted}, got {value}")
 
 
+def check_items(function: str, value: Any) -> None:
+    """Raise unless num_items_in_batch is None, a number or a tensor of one."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        check_number(function, "num_items_in_batch", value)
+    elif value.numel() != 1:
+        raise ValueError(
+            f"{function}: num_items_in_batch must be a number or a tensor of one, got a tensor of"
+            f" shape {tuple(value.shape)}"
+        )
+
+
 def check_choice(function: str, name: str, value: Any, choices: Iterable[str]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{function}: {name} must be a str, got {type(value).__name__}")

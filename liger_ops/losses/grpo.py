@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ..ops.tensors import widened
-from .checks import check_choice, check_number, check_per_sequence, check_values, holds
+from .checks import (
+    check_choice,
+    check_items,
+    check_number,
+    check_per_sequence,
+    check_values,
+    holds,
+)
 from .policy_terms import (
     CLIPPED,
     OF_ITEMS,
@@ -265,19 +272,12 @@ def check_choices(
     if loss_type == "dr_grpo":
         length = max_completion_length
         check_number("grpo_loss", "max_completion_length of dr_grpo", length, above=0)
-    if num_items_in_batch is not None:
-        if loss_type not in OF_ITEMS:
-            raise ValueError(
-                "grpo_loss: num_items_in_batch must be None but for dapo, cispo and vespo, got a"
-                f" value for {loss_type}"
-            )
-        if not isinstance(num_items_in_batch, Tensor):
-            check_number("grpo_loss", "num_items_in_batch", num_items_in_batch)
-        elif num_items_in_batch.numel() != 1:
-            raise ValueError(
-                "grpo_loss: num_items_in_batch must be a number or a tensor of one, got a tensor"
-                f" of shape {tuple(num_items_in_batch.shape)}"
-            )
+    if num_items_in_batch is not None and loss_type not in OF_ITEMS:
+        raise ValueError(
+            "grpo_loss: num_items_in_batch must be None but for dapo, cispo and vespo, got a"
+            f" value for {loss_type}"
+        )
+    check_items("grpo_loss", num_items_in_batch)
 
 
 def check_kl(beta: Any, ref_log_prob: Tensor | None, use_bias_correction_kl: bool) -> None:

@@ -15,6 +15,7 @@ from .grpo import PolicyOutput, grpo_loss
 from .kto import kto_loss
 from .outputs import PreferenceOutput, UnpairedPreferenceOutput
 from .reference_free import cpo_loss, orpo_loss, simpo_loss
+from .score_centering import CenteredOutput, check_listed, score_centering_loss
 
 # lora_a, lora_b and lora_scale of `liger_ops.linear_log_prob`.
 Lora = tuple[Tensor, Tensor, float]
@@ -295,3 +296,59 @@ class LinearGRPOLoss(LinearLoss):
         ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob, ref_lora)
         given = {"ref_log_prob": ref, "entropy": entropy, **tensors}
         return self._of(log_prob, advantages, target != self.ignore_index, **given)
+
+
+class LinearScoreCenteringLoss(LinearLoss):
+    """`score_centering_loss` of a linear head, from hidden states.
+
+    The log-probabilities of the sampled word and of the words that the sampler lists come from one
+    pass over the logits.
+
+    Args:
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
+            `liger_ops.linear_log_prob`. The temperature is that of the sampling.
+        options: importance_sampling, importance_min and importance_max of `score_centering_loss`.
+
+    Shape:
+        x: (B, T, D). weight, bias: as for `LinearDPOLoss`.
+        target: (B, T), int64 or int32: the sampled tokens; ignore_index for a token that is not
+            kept.
+        words: (B, T, K), of target's dtype: the words that the sampler lists. Where
+            sampling_top_log_prob is -inf, any value may stand.
+        sampling_top_log_prob, advantages, sampling_log_prob, num_items_in_batch: as for
+            `score_centering_loss`.
+        lora: as for `LinearDPOLoss`.
+
+    Returns:
+        CenteredOutput.
+
+    Raises:
+        TypeError, ValueError, IndexError: see `score_centering_loss` and
+            `liger_ops.linear_log_prob`.
+    """
+
+    loss = staticmethod(score_centering_loss)
+
+    def _call(self, values: Tensor) -> Any:
+        listed = values.unsqueeze(-1)
+        tensors = {"sampling_log_prob": values}
+        return self._of(values, listed, listed, values[:, 0], values > 0, **tensors)
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, words: Tensor,
+        sampling_top_log_prob: Tensor, advantages: Tensor, bias: Tensor | None = None, *,
+        lora: Lora | None = None, **tensors: Any,
+    ) -> CenteredOutput:  # fmt: skip
+        name = type(self).__name__
+        check_tensor(name, "words", words)
+        check_listed(name, "sampling_top_log_prob", sampling_top_log_prob, target, "target")
+        check_shape(name, "words", words, sampling_top_log_prob, "sampling_top_log_prob")
+        mask = target != self.ignore_index
+        left_out = ~mask.unsqueeze(-1) | (sampling_top_log_prob == -torch.inf)
+        words = words.masked_fill(left_out, self.ignore_index)
+        targets = torch.cat([target.unsqueeze(-1), words], -1)
+        log_prob, _ = self.log_prob(x, weight, targets, bias, lora)
+        sampled, listed = log_prob.split([1, words.shape[-1]], -1)
+        return self._of(
+            sampled.squeeze(-1), listed, sampling_top_log_prob, advantages, mask, **tensors
+        )

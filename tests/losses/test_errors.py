@@ -26,6 +26,13 @@ def grpo(advantages: Any = A, **options: Any) -> Any:
     return losses.grpo_loss(LP, advantages, MASK, **options)
 
 
+LISTED = -1 - torch.rand(4, 3, 2)
+
+
+def centred(top: Any = LISTED, sampled: Any = LISTED, advantages: Any = A, **options: Any) -> Any:
+    return losses.score_centering_loss(LP, top, sampled, advantages, MASK, **options)
+
+
 cpo, simpo, orpo = (
     lambda f=f, **options: f(LP, MASK, **options)
     for f in (losses.cpo_loss, losses.simpo_loss, losses.orpo_loss)
@@ -78,6 +85,14 @@ REFUSED = [
     (kto, {"kl": A[:3]}, V, "kto_loss: kl must be of shape (B,) for"),
     (kto, {"loss_type": "apo_zero_unpaired"}, V, "kl must be None for the loss type apo_zero_unp"),
     (kto, {"undesirable_weight": -1.0}, V, "undesirable_weight must be at least 0, got -1.0"),
+    (centred, {"top": LP}, V, "top_log_prob must be of shape (B, T, K) for log_prob's (B, T), got"),
+    (centred, {"sampled": LISTED[..., :1]}, V, "sampling_top_log_prob must be of top_log_prob's sh"),
+    (centred, {"sampled": LISTED.long()}, T, "sampling_top_log_prob must be of a floating-point"),
+    (centred, {"advantages": A[:2]}, V, "score_centering_loss: advantages must be of shape (B,),"),
+    (centred, {"importance_sampling": "clip"}, V, "importance_sampling must be one of none, trunc"),
+    (centred, {"importance_sampling": "mask"}, T, "sampling_log_prob must be a tensor if"),
+    (centred, {"importance_min": 3.0}, V, "importance_max must be at least 3.0, got 2.0"),
+    (centred, {"num_items_in_batch": "1"}, T, "num_items_in_batch must be a number, got str"),
     (grpo, {"advantages": A[:3]}, V, "advantages must be of shape (B,), (B, 1) or (B, T) for"),
     (grpo, {"advantages": A[:, None].expand(4, 2)}, V, "advantages must be of shape (B,), (B, 1)"),
     (grpo, {"old_log_prob": LP[:, :2]}, V, "old_log_prob must be of log_prob's shape"),
@@ -117,7 +132,7 @@ REFUSED = [
 def test_refused(call, arguments, error, text):
     with pytest.raises(error, match=re.escape(text)) as raised:
         call(**arguments)
-    assert re.match(r"(dpo|cpo|simpo|orpo|kto|grpo)_loss: .*, got ", str(raised.value))
+    assert re.match(r"(dpo|cpo|simpo|orpo|kto|grpo|score_centering)_loss: .*, got ", str(raised.value))
 
 
 @pytest.mark.parametrize(

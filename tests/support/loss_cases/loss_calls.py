@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ops.losses import cpo_loss, dpo_loss, grpo_loss, kto_loss, orpo_loss, simpo_loss
+from liger_ops.losses import (
+    cpo_loss,
+    dpo_loss,
+    grpo_loss,
+    kto_loss,
+    orpo_loss,
+    score_centering_loss,
+    simpo_loss,
+)
 from liger_ops.losses.pair_losses import PAIR_LOSSES
 from liger_ops.losses.policy_terms import POLICY_TERMS
+from liger_ops.losses.score_centering import WEIGHTS
 
 Inputs = dict[str, Tensor]
 
@@ -52,6 +61,15 @@ def grpo(x: Inputs, **options: Any) -> Any:
     return grpo_loss(x["log_prob"], x["advantages"], x["mask"], **tensors, **options)
 
 
+def score_centering(x: Inputs, **options: Any) -> Any:
+    # One word is listed, the sampled one.
+    listed, sampled = (x[name].unsqueeze(-1) for name in ("log_prob", "ref_log_prob"))
+    return score_centering_loss(
+        x["log_prob"], listed, sampled, x["advantages"], x["mask"],
+        sampling_log_prob=x["old_log_prob"], num_items_in_batch=x["items"], **options,
+    )  # fmt: skip
+
+
 def without_reference(x: Inputs, loss: Callable[..., Any], **options: Any) -> Any:
     return loss(x["log_prob"], x["mask"], **options)
 
@@ -76,6 +94,8 @@ def calls() -> dict[str, Callable[[Inputs], Any]]:
     options |= {"top_entropy_quantile": 0.4, "epsilon_high": 0.3, "use_bias_correction_kl": True}
     for name in POLICY_TERMS:
         result[f"grpo-{name}"] = partial(grpo, loss_type=name, **options)
+    for name in WEIGHTS:
+        result[f"score_centering-{name}"] = partial(score_centering, importance_sampling=name)
     return result
 
 

@@ -1,0 +1,160 @@
+"""score_centering_loss against its equation over the whole vocabulary, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import liger_ops
+from liger_ops.losses import LinearScoreCenteringLoss, score_centering_loss
+
+B, T, V, D = 3, 4, 13, 6
+DTYPE = torch.float64
+BOUNDS = {"importance_min": 0.5, "importance_max": 1.5}
+
+
+def weigh(ratio: Tensor, kind: str) -> Tensor:
+    low, high = BOUNDS["importance_min"], BOUNDS["importance_max"]
+    if kind == "truncate":
+        return ratio.clamp(low, high)
+    if kind == "mask":
+        return ratio * ((ratio >= low) & (ratio <= high))
+    return torch.ones_like(ratio)
+
+
+class Batch:
+    """A policy's logits and a sampler's, which differ, and sampled words."""
+
+    def __init__(self, K: int, seed: int = 0, apart: float = 0.5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=DTYPE)
+
+        self.logits = (2 * values(B, T, V)).requires_grad_()
+        self.log_q = (self.logits.detach() + apart * values(B, T, V)).log_softmax(-1)
+        q = self.log_q.exp().view(-1, V)
+        self.target = torch.multinomial(q, 1, generator=generator).view(B, T)
+        self.sampling_log_prob, self.words = self.log_q.topk(K)
+        self.advantages, self.mask = values(B, T), values(B, T) < 0.8
+        self.mask[0, 0] = True
+
+    def listed(self) -> Tensor:
+        """Whether each word of the vocabulary is listed."""
+        none = torch.zeros(B, T, V, dtype=torch.bool)
+        return none.scatter(-1, self.words, self.sampling_log_prob != -torch.inf)
+
+    def of_sampled(self, log_p: Tensor) -> Tensor:
+        return log_p.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)
+
+    def loss(self, **options: Any) -> Any:
+        targets = torch.cat([self.target.unsqueeze(-1), self.words], -1)
+        log_prob, _ = liger_ops.log_prob(self.logits, targets)
+        return score_centering_loss(
+            log_prob[..., 0], log_prob[..., 1:], self.sampling_log_prob, self.advantages,
+            self.mask, sampling_log_prob=self.of_sampled(self.log_q), **options,
+        )  # fmt: skip
+
+    def truth(self, kind: str) -> Tensor:
+        """A loss of the whole vocabulary with the same gradient: the tail of q is rho * p."""
+        log_p = self.logits.log_softmax(-1)
+        p, q, listed = log_p.detach().exp(), self.log_q.exp(), self.listed()
+        tails = [(x * ~listed).sum(-1, keepdim=True) for x in (q, p)]
+        # Where every word is listed, the ratio of tails is NaN and not taken.
+        q = torch.where(listed, q, p * tails[0] / tails[1])
+        centre = (q * weigh(p / q, kind) * log_p).sum(-1)
+        weight = weigh(self.of_sampled(log_p.detach() - self.log_q).exp(), kind)
+        losses = -self.advantages * (weight * self.of_sampled(log_p) - centre)
+        return (losses * self.mask).sum() / self.mask.sum()
+
+
+KINDS = pytest.mark.parametrize("kind", ("none", "truncate", "mask"))
+
+
+@KINDS
+@given(K=st.integers(1, V), seed=st.integers(0, 2**31), apart=st.sampled_from((0.0, 0.1, 1.0)))
+def test_its_gradient_is_that_of_the_whole_vocabulary(
+    kind: str, K: int, seed: int, apart: float
+) -> None:
+    batch = Batch(K, seed, apart)
+    (ours,) = torch.autograd.grad(
+        batch.loss(importance_sampling=kind, **BOUNDS).loss, batch.logits
+    )
+    (theirs,) = torch.autograd.grad(batch.truth(kind), batch.logits)
+    # A tail below the least one that the loss takes differs by as much.
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
+
+
+@KINDS
+def test_the_mean_of_the_score_is_zero(kind: str) -> None:
+    """With every word listed, the gradients of all words, weighted with q, sum to zero."""
+    batch = Batch(V)
+    batch.mask[:], batch.advantages[:] = True, 1.0
+    total = torch.zeros_like(batch.logits)
+    for word in range(V):
+        batch.target = torch.full((B, T), word)
+        losses = batch.loss(importance_sampling=kind, **BOUNDS).per_token_loss
+        q = batch.log_q[..., word].exp()
+        total += torch.autograd.grad((q * losses).sum(), batch.logits)[0]
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-12)
+    assert batch.loss().listed > 1 - 1e-9
+
+
+def test_without_a_difference_it_is_reinforce() -> None:
+    """p = q has a centre of zero."""
+    batch = Batch(4, apart=0.0)
+    (ours,) = torch.autograd.grad(batch.loss().loss, batch.logits)
+    log_p = batch.of_sampled(batch.logits.log_softmax(-1))
+    plain = -(batch.advantages * log_p * batch.mask).sum() / batch.mask.sum()
+    torch.testing.assert_close(ours, torch.autograd.grad(plain, batch.logits)[0])
+
+
+def test_entries_of_no_probability_are_left_out() -> None:
+    batch, shorter = Batch(5), Batch(3)
+    batch.sampling_log_prob[..., 3:] = -torch.inf
+    for a, b in zip(batch.loss(), shorter.loss(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_confident_policy_has_finite_gradients() -> None:
+    """In float32 the listed probabilities of either sum to 1 or more."""
+    logits = torch.zeros(1, 1, 9)
+    logits[..., :2] = 40.0
+    logits.requires_grad_()
+    words = torch.arange(3)[None, None]
+    log_prob, _ = liger_ops.log_prob(logits, words)
+    for other in (-0.7, -0.5, -30.0):
+        sampled = torch.tensor([[[other, -0.7, -40.0]]])
+        loss = score_centering_loss(
+            log_prob[..., 0], log_prob, sampled, torch.ones(1), torch.ones(1, 1)
+        ).loss
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert loss.isfinite() and gradient.isfinite().all() and gradient.abs().max() < 2
+
+
+@KINDS
+def test_the_module_is_the_loss_of_whole_logits(kind: str) -> None:
+    batch = Batch(4)
+    x = torch.randn(B, T, D, dtype=DTYPE, requires_grad=True)
+    weight = torch.randn(V, D, dtype=DTYPE, requires_grad=True)
+    batch.logits = x @ weight.T
+    batch.sampling_log_prob[1, :, 2:] = -torch.inf
+    target = batch.target.masked_fill(~batch.mask, -100)
+    # Words that are left out are never read.
+    words = batch.words.masked_fill(batch.sampling_log_prob == -torch.inf, -7)
+    words[~batch.mask] = 10**6
+    module = LinearScoreCenteringLoss(importance_sampling=kind, **BOUNDS)
+    ours = module(
+        x, weight, target, words, batch.sampling_log_prob, batch.advantages,
+        sampling_log_prob=batch.of_sampled(batch.log_q),
+    )  # fmt: skip
+    theirs = batch.loss(importance_sampling=kind, **BOUNDS)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    grads = [torch.autograd.grad(output.loss, (x, weight)) for output in (ours, theirs)]
+    torch.testing.assert_close(*grads)
