@@ -68,9 +68,10 @@ def score_centering_loss(
     is listed, the gradient is that of the exact mean, whatever rho is. Each of the two tails is at
     least 1e-6. A word that is listed must not be listed again for the same token.
 
-    `liger_ops.linear_log_prob` computes log_prob and top_log_prob in one call, with the sampled word
-    and the K words as the targets of a token; `LinearScoreCenteringLoss` calls it so. `linear_top_k`
-    gives the words and log-probabilities of a sampler whose weights are at hand.
+    `liger_ops.linear_log_prob` computes log_prob and top_log_prob in one call, with the sampled
+    word and the K words as the targets of a token; `LinearScoreCenteringLoss` calls it so.
+    `liger_ops.linear_top_k` gives the words and log-probabilities of a sampler whose weights are at
+    hand.
 
     Args:
         log_prob: (B, T), floating point: log p of each sampled word.

@@ -86,7 +86,12 @@ REFUSED = [
     (kto, {"loss_type": "apo_zero_unpaired"}, V, "kl must be None for the loss type apo_zero_unp"),
     (kto, {"undesirable_weight": -1.0}, V, "undesirable_weight must be at least 0, got -1.0"),
     (centred, {"top": LP}, V, "top_log_prob must be of shape (B, T, K) for log_prob's (B, T), got"),
-    (centred, {"sampled": LISTED[..., :1]}, V, "sampling_top_log_prob must be of top_log_prob's sh"),
+    (
+        centred,
+        {"sampled": LISTED[..., :1]},
+        V,
+        "sampling_top_log_prob must be of top_log_prob's sh",
+    ),
     (centred, {"sampled": LISTED.long()}, T, "sampling_top_log_prob must be of a floating-point"),
     (centred, {"advantages": A[:2]}, V, "score_centering_loss: advantages must be of shape (B,),"),
     (centred, {"importance_sampling": "clip"}, V, "importance_sampling must be one of none, trunc"),
@@ -132,7 +137,9 @@ REFUSED = [
 def test_refused(call, arguments, error, text):
     with pytest.raises(error, match=re.escape(text)) as raised:
         call(**arguments)
-    assert re.match(r"(dpo|cpo|simpo|orpo|kto|grpo|score_centering)_loss: .*, got ", str(raised.value))
+    assert re.match(
+        r"(dpo|cpo|simpo|orpo|kto|grpo|score_centering)_loss: .*, got ", str(raised.value)
+    )
 
 
 @pytest.mark.parametrize(

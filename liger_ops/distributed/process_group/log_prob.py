@@ -27,15 +27,14 @@ def log_prob(
 
     The equations, options, results and precision are those of `liger_ops.log_prob`. The forward has
     one all-gather of four numbers a token, the lse of a rank's words, its rounding error, the
-    entropy and the target's logit, or the logits of K targets. The backward has no collective: it computes the gradient of a
-    rank's logits from these logits and the lse of all words.
+    entropy and the target's logit, or the logits of K targets. The backward has no collective: it
+    computes the gradient of a rank's logits from these logits and the lse of all words.
 
     Sharding, errors and other differences are as for `cross_entropy`.
 
     Args:
         logits: (..., V / ranks), the logits of the rank's words; or a DTensor (..., V) with the
             placement Shard(-1).
-
         target: (...) or (..., K), of all tokens and the whole vocabulary.
 
     Returns:
@@ -59,8 +58,8 @@ def linear_log_prob(
 
     The equations, options, results, chunks and matrix products are those of
     `liger_ops.linear_log_prob`, for the rank's words. The collectives are one all-gather of four
-    numbers a token in the forward, or of 3 + K for K targets, and for x those of `linear_cross_entropy` with the reduction
-    "none".
+    numbers a token in the forward, or of 3 + K for K targets, and for x those of
+    `linear_cross_entropy` with the reduction "none".
 
     Sharding, errors and other differences are as for `linear_cross_entropy`.
 

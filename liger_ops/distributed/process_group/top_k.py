@@ -38,8 +38,8 @@ def linear_top_k(
     `liger_ops.linear_top_k`, for the rank's words. Each rank finds its own k most probable words.
     The forward has one all-gather of k + 2 numbers a token, their logits, the lse of the rank's
     words and its rounding error, and one of the k words. Words are compared by their
-    log-probabilities: those of nearly equal logits, on different ranks, may be in another order than
-    on one device. The collectives of x are those of `linear_cross_entropy` with the reduction
+    log-probabilities: those of nearly equal logits, on different ranks, may be in another order
+    than on one device. The collectives of x are those of `linear_cross_entropy` with the reduction
     "none".
 
     Sharding, errors and other differences are as for `linear_cross_entropy`.

@@ -63,8 +63,8 @@ def _localise(call: Any, shard: VocabShard) -> tuple[Any, Tensor]:
 
 
 def _local_statistics(op: Op, local_call: Any, is_local: Tensor, shard: VocabShard) -> Tensor:
-    """Compute the statistics of the rank's words, (4, ...) or (3 + K, ...): lse, its rounding error,
-    the entropy, and each target's logit relative to lse."""
+    """Compute the statistics of the rank's words, (4, ...) or (3 + K, ...): lse, its rounding
+    error, the entropy, and each target's logit relative to lse."""
     if not has_words(local_call):
         is_local = is_local.unsqueeze(-1)
     if shard.held == 0:

@@ -33,7 +33,8 @@ def linear_log_prob(
         log_prob, entropy = log_prob(logits, target, temperature, softcap, logit_scale, ...)
 
     with the equations and options of `log_prob`, of one target a token or of K. Both results are
-    differentiable. The logits are computed in x's dtype, as by `torch.nn.functional.linear`, and the results from them in float32.
+    differentiable. The logits are computed in x's dtype, as by `torch.nn.functional.linear`, and
+    the results from them in float32.
 
     The forward computes the logits of a part of the tokens at a time, and keeps lse and entropy.
     The backward computes the logits again, of all tokens and a part of the words at a time, and
@@ -46,10 +47,10 @@ def linear_log_prob(
 
     Memory, beside the results and the gradients: one chunk of logits, of at most chunk_bytes, or
     one row or column; and in the backward the accum_dtype sum of x's gradient, with M times D
-    elements. On a device whose matrix products cannot return float32 for bfloat16 (Ascend NPUs),
-    each chunk's part of that sum is rounded to bfloat16 before it is added. The definition, which
-    runs on a CPU and for float64, holds several float32 copies of the chunk. The number of chunks
-    changes only the rounding of the result.
+    elements, and for K targets a few numbers of each. On a device whose matrix products cannot
+    return float32 for bfloat16 (Ascend NPUs), each chunk's part of that sum is rounded to bfloat16
+    before it is added. The definition, which runs on a CPU and for float64, holds several float32
+    copies of the chunk. The number of chunks changes only the rounding of the result.
 
     Ignored tokens have results and gradients of exactly 0. Their logits are computed by the matrix
     products, in the forward and in the backward, because no size can depend on the targets without
@@ -95,8 +96,8 @@ def linear_log_prob(
     Raises:
         TypeError: x, lora_a or lora_b is not floating point, weight or bias does not have x's
             dtype, or target is not int64 or int32.
-        ValueError: the shapes do not fit together, K is 0, or weight has no classes; one of lora_a and
-            lora_b is given without the other; the devices differ; temperature, softcap or
+        ValueError: the shapes do not fit together, K is 0, or weight has no classes; one of lora_a
+            and lora_b is given without the other; the devices differ; temperature, softcap or
             logit_scale is not above 0 and finite; chunk_bytes is below 1; or accum_dtype is neither
             float32 nor x's dtype.
         IndexError: a target is out of range, on a CPU; other devices do as in `log_prob`.

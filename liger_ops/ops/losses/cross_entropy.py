@@ -285,24 +285,24 @@ def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
 
     Raise IndexError for a target that is out of range, on a CPU.
     """
-    of_words = target.dim() == x.dim()
-    try:
-        if of_words:
-            ignored = target == ignore_index
+    must = f"{op}: target must be ignore_index, {ignore_index}, or from 0 to {x.shape[-1] - 1}"
+    if target.dim() == x.dim():
+        ignored = target == ignore_index
+        try:
             listed = x.gather(-1, target.masked_fill(ignored, 0).long())
-            return listed.masked_fill(ignored, 0.0)
-        # nll_loss takes ignored targets, and raises if another one is out of range.
+        except (IndexError, RuntimeError) as error:
+            raise IndexError(f"{must}, got one that is not: {error}") from None
+        return listed.masked_fill(ignored, 0.0)
+    # nll_loss takes ignored targets, and raises if another one is out of range.
+    try:
         negated = torch.nn.functional.nll_loss(
             x.reshape(-1, x.shape[-1]),
             target.reshape(-1).long(),
             ignore_index=ignore_index,
             reduction="none",
         )
-    except (IndexError, RuntimeError) if of_words else IndexError as error:
-        raise IndexError(
-            f"{op}: target must be ignore_index, {ignore_index}, or from 0 to"
-            f" {x.shape[-1] - 1}, got one that is not: {error}"
-        ) from None
+    except IndexError as error:
+        raise IndexError(f"{must}, got one that is not: {error}") from None
     return -negated.reshape(target.shape)
 
 

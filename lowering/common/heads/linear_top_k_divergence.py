@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.head import Head
-from ....ops.losses.cross_entropy import effective, rounded_lse
+from ....ops.losses.cross_entropy import rounded_lse
 from ....ops.losses.log_prob import tempered
 from ..losses.cross_entropy import IGNORED, TokenTensors, loss_of_tokens
 from ..losses.words import any_word, place, word_logits

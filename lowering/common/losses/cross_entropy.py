@@ -23,7 +23,6 @@ from .... import library
 from ....ops.losses.cross_entropy import upstream_of_tokens
 from ..tensors import flat
 
-
 # The target of a token that does not count, where only that is asked of a target.
 IGNORED = -100
 

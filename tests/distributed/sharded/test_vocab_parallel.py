@@ -187,7 +187,8 @@ NUMBERS = {
     "log_prob_forward": 4, "linear_log_prob_forward": 4, "divergence_forward-jsd": 6,
     "log_prob_forward-words": 3 + LISTED, "linear_log_prob_forward-words": 3 + LISTED,
     "divergence_forward-forward-kl": 5, "linear_divergence_forward-mean": 9,
-    "linear_top_k_forward": 2 + 3 * LISTED, "linear_divergence_forward-none": 8, "linear_top_k_divergence_forward": LISTED + 4,
+    "linear_divergence_forward-none": 8, "linear_top_k_divergence_forward": LISTED + 4,
+    "linear_top_k_forward": 2 + 3 * LISTED,
 }  # fmt: skip
 
 

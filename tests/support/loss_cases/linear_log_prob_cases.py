@@ -71,5 +71,11 @@ OPS = (
     ),
 )  # fmt: skip
 OPS += (
-    replace(OPS[0], form="words", sampled={**OPS[0].sampled, "K": 6}, forms=Forms(shapes=()), compiled=()),
+    replace(
+        OPS[0],
+        form="words",
+        sampled={**OPS[0].sampled, "K": 6},
+        forms=Forms(shapes=()),
+        compiled=(),
+    ),
 )
