@@ -13,8 +13,9 @@ from torch import Tensor
 import liger_ops
 import op_checks
 import strategies
+from liger_ops import library
 from op_table import OPS
-from op_under_test import DEVICE, EVERY_FOLDER, INF, NAN
+from op_under_test import DEVICE, EVERY_FOLDER, EVERY_IMPLEMENTATION, INF, NAN
 
 OP = OPS["log_prob_forward"]
 
@@ -135,3 +136,35 @@ def test_a_target_out_of_range_is_loud(folder: str, wrong: int) -> None:
 def test_a_target_out_of_range_is_an_index_error() -> None:
     with pytest.raises(IndexError, match="log_prob: target must be .*-100, or from 0 to 32"):
         liger_ops.log_prob(torch.zeros(3, 33), torch.tensor([1, 33, -100]))
+
+
+@pytest.mark.device_kernels
+@EVERY_IMPLEMENTATION
+def test_undefined_logits_and_words(implementation: str) -> None:
+    """Of K words: a token of which all are ignored gives 0, whatever its logits are; a class of
+    -inf, and a word out of range, concern their own entry alone; and equal words share a gradient
+    of the sum."""
+    logits = torch.randn(4, 33, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[0], logits[1, 5:] = NAN, -INF
+    words = torch.tensor([[-100, -100, -100], [5, 0, -100], [7, 7, 2], [1, 2, 3]], device=DEVICE)
+    forward, backward = (
+        library.OPS[name].kernels.get(implementation, library.OPS[name].definition)
+        for name in ("log_prob_forward", "log_prob_backward")
+    )
+    log_prob, entropy, lse, *_, error = forward(logits, words)
+    truth = logits.double().log_softmax(-1).gather(1, words.clamp(min=0)).float()
+    expected = torch.where(words < 0, 0.0, truth)
+    torch.testing.assert_close(log_prob, expected)
+    assert not any(value[0] for value in (entropy, lse, error))
+    grad = torch.tensor([[1.0, 2, 3], [0, 4, 5], [1, 2, 3], [-1, 0, 1]], device=DEVICE)
+    options = (1.0, None, 1.0, -100)
+    dlogits = backward(grad, None, None, logits, words, entropy, lse, error, *options)
+    once = torch.tensor([[7, 2, -100]], device=DEVICE), torch.tensor([[3.0, 3, 0]], device=DEVICE)
+    of_row = [x[2:3] for x in (entropy, lse, error)]
+    alone = backward(once[1], None, None, logits[2:3], once[0], *of_row, *options)
+    torch.testing.assert_close(dlogits[2:3], alone)
+    assert not dlogits[0].any() and not dlogits[1, 5:].any() and dlogits[1:].isfinite().all()
+    if DEVICE == "cpu" and implementation != "definition":
+        for wrong in (33, -1, 2**31 - 1):
+            words[3, 1] = wrong
+            assert forward(logits, words)[0].isnan().nonzero().tolist() == [[3, 1]]
