@@ -82,10 +82,10 @@ class WordGradients(NamedTuple):
     def of_tokens(self, tokens: slice) -> list[Tensor | None]:
         """Return the gradients that the row function takes: of lse, less those that the words'
         log-probabilities add, and of the entropy."""
-        dlse = -self.sums.sum(-1)
-        dlse = dlse if self.dlse is None else self.dlse + dlse
+        dlse = -self.sums[tokens].sum(-1)
+        dlse = dlse if self.dlse is None else self.dlse[tokens] + dlse
         dentropy = None if self.dentropy is None else self.dentropy[tokens]
-        return [None, None, dlse[tokens], None, dentropy]
+        return [None, None, dlse, None, dentropy]
 
     def of_logits(self, logits: Tensor, tokens: slice, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return the columns of some tokens' words in their logits, of which the first column is
