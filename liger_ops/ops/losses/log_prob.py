@@ -5,6 +5,8 @@ A target has the shape of the tokens, or one more dimension for K classes a toke
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,7 +177,16 @@ def log_prob_backward(call: Any) -> Any:
     over those that are not ignored. The logits may be those of a part of the classes, with
     the lse and the entropy of all.
     """
-    x, counts, within = _scaled_logits(call)
+    return dlogits_of(call, functools.partial(_of_targets, call))
+
+
+def dlogits_of(call: Any, of_targets: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Return the gradient of the logits of a backward's call.
+
+    of_targets(p) returns the term of dlog_prob in the gradient of x, or None, from the
+    probabilities of the classes.
+    """
+    x, _, within = _scaled_logits(call)
     cap, scale = tempered(call.temperature, call.softcap, call.logit_scale)
     entropy = call.entropy.to(x.dtype).unsqueeze(-1)
     log_p = log_softmax_of(x, call.lse, call.lse_error)
@@ -183,14 +194,9 @@ def log_prob_backward(call: Any) -> Any:
     dx = torch.zeros_like(x)
     if call.dlse is not None:
         dx = dx + call.dlse.to(x.dtype).unsqueeze(-1) * p
-    if call.dlog_prob is not None:
-        dlog_prob = call.dlog_prob.to(x.dtype)
-        if has_words(call):
-            dlog_prob = torch.where(counts, dlog_prob, 0.0)
-            dx = dx + at_words(dlog_prob, call.target, x) - p * dlog_prob.sum(-1, keepdim=True)
-        else:
-            is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
-            dx = dx + dlog_prob.unsqueeze(-1) * (is_target.to(x.dtype) - p)
+    terms = of_targets(p)
+    if terms is not None:
+        dx = dx + terms
     if call.dentropy is not None:
         # A class of probability 0 has a gradient of 0, although its logarithm is -inf.
         centred = torch.where(p == 0, 0.0, log_p + entropy)
@@ -199,6 +205,17 @@ def log_prob_backward(call: Any) -> Any:
         dx = dx * (1 - (x / cap).square())
     dx = torch.where(within.unsqueeze(-1), dx * scale, 0.0)
     return dx.to(call.logits.dtype).contiguous()
+
+
+def _of_targets(call: Any, p: Tensor) -> Tensor | None:
+    if call.dlog_prob is None:
+        return None
+    dlog_prob = call.dlog_prob.to(p.dtype)
+    if has_words(call):
+        dlog_prob = torch.where(call.target != call.ignore_index, dlog_prob, 0.0)
+        return at_words(dlog_prob, call.target, p) - p * dlog_prob.sum(-1, keepdim=True)
+    is_target = torch.arange(p.shape[-1], device=p.device) == call.target.unsqueeze(-1)
+    return dlog_prob.unsqueeze(-1) * (is_target.to(p.dtype) - p)
 
 
 def tempered(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.losses.cross_entropy import effective
+from ....ops.losses.log_prob import dlogits_of
 from ..tensors import flat
 from .cross_entropy import IGNORED, TokenTensors
 
@@ -90,22 +91,18 @@ class WordGradients(NamedTuple):
     def of_logits(self, logits: Tensor, tokens: slice, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return the columns of some tokens' words in their logits, of which the first column is
         word `first`, and the whole gradients of these logits, both (M, K)."""
-        words, op = self.words[tokens], library.OPS["log_prob_backward"]
-        columns = words - first
-        # These logits are those of a part of the classes, in which the k-th word is class k.
-        classes = torch.arange(words.shape[1], device=words.device)
-        of_tokens = self.tokens.chunk(tokens)
-        listed = logits.gather(1, columns.clamp(0, logits.shape[1] - 1))
-        call = self.call
-        values = op.definition(
-            self.sums[tokens],
+        columns, sums = self.words[tokens] - first, self.sums[tokens]
+        of_tokens, call = self.tokens.chunk(tokens), self.call
+        # The k-th of these classes is the k-th word.
+        listed = library.OPS["log_prob_backward"].arguments(
+            None,
             None if self.dentropy is None else self.dentropy[tokens],
             None if self.dlse is None else self.dlse[tokens],
-            listed, torch.where(words < 0, IGNORED, classes),
+            logits.gather(1, columns.clamp(0, logits.shape[1] - 1)), of_tokens.target,
             of_tokens.entropy, of_tokens.lse, of_tokens.lse_error,
             call.temperature, call.softcap, call.logit_scale, IGNORED,
         )  # fmt: skip
-        return columns, values
+        return columns, dlogits_of(listed, lambda p: sums - p * sums.sum(-1, keepdim=True))
 
 
 def place(logits: Tensor, columns: Tensor, values: Tensor) -> None:

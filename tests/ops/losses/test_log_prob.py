@@ -141,7 +141,7 @@ def test_a_target_out_of_range_is_an_index_error() -> None:
 @pytest.mark.device_kernels
 @EVERY_IMPLEMENTATION
 def test_undefined_logits_and_words(implementation: str) -> None:
-    """Of K words: a token of which all are ignored gives 0, whatever its logits are; a class of
+    """A token of whose K words all are ignored gives 0, whatever its logits are; a class of
     -inf, and a word out of range, concern their own entry alone; and equal words share a gradient
     of the sum."""
     logits = torch.randn(4, 33, generator=torch.Generator().manual_seed(0)).to(DEVICE)
