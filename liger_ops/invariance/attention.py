@@ -56,9 +56,9 @@ def backward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any
 
 def refuse(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
     raise NotInvariantError(
-        "liger_ops.invariant: scaled_dot_product_attention is covered without a mask or dropout, for"
-        " as many queries as keys, in float32, float16 and bfloat16. liger_ops.fuse(model) covers"
-        " the masks of transformers' models"
+        "liger_ops.invariant: scaled_dot_product_attention is covered without a mask or dropout,"
+        " for as many queries as keys, where PyTorch has a fused kernel; liger_ops.fuse(model)"
+        " covers the masks of transformers' models"
     )
 
 

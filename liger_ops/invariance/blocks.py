@@ -148,7 +148,9 @@ class _Operands:
         high = self.document.keys if right < 0 else min(self.document.keys, last + right + 1)
         return range(low // BLOCK * BLOCK, high, BLOCK)
 
-    def scores(self, query: Tensor, first: int, start: int) -> tuple[Tensor, Tensor | float, Tensor]:
+    def scores(
+        self, query: Tensor, first: int, start: int
+    ) -> tuple[Tensor, Tensor | float, Tensor]:
         """Return the scores of a block, the slope of their cap, and which are seen."""
         scores: Tensor = query @ self.keys(self.key, start).mT * self.scale
         slope: Tensor | float = 1.0

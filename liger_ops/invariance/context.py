@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
 from ..library import DEVICES, DOUBLES
 from . import attention, elementwise, products, reductions, state
+
+if TYPE_CHECKING:
+    from .coverage import Coverage, Inputs
 
 # Operators of ATen -> the function that replaces them. It takes the operator, the operator's own
 # function, and the arguments, and returns NotImplemented where that function is to be called.
@@ -35,48 +38,89 @@ REPLACED: dict[tuple[str, ...], Callable[..., Any]] = {
     attention.FORWARDS: attention.forward,
     attention.BACKWARDS: attention.backward,
     (attention.REFUSED,): attention.refuse,
+    (
+        "convolution", "native_batch_norm", "_native_batch_norm_legit", "native_group_norm",
+        "_scaled_mm", "_scaled_grouped_mm", "_addmm_activation", "addbmm", "_cdist_forward",
+        "_embedding_bag", "_cudnn_rnn", "mkldnn_rnn_layer", "_fft_r2c", "_fft_c2c", "_fft_c2r",
+    ): products.refuse,
 }  # fmt: skip
-# Whether this thread runs an operator's own function, whose operators are as they are: what it gives
-# was tried as a whole.
-_within = threading.local()
+NUMBERS = (bool, int, float, complex)
 _lock = threading.RLock()
 _installed = ExitStack()
 
 
-@contextmanager
-def invariant() -> Iterator[None]:
-    """Give every row the same bits in every batch, in all threads of this process.
+@overload
+def invariant(model: None = None) -> AbstractContextManager[None]: ...
+@overload
+def invariant(model: torch.nn.Module, inputs: Inputs | None = None) -> Coverage: ...
+def invariant(model: Any = None, inputs: Any = None) -> Any:
+    """Give every row the same bits in every batch, in all threads of this process; or tell which
+    modules of a model have them.
 
         with liger_ops.invariant():
-            log_prob = model(tokens) ...
+            log_prob = model(tokens).logits.log_softmax(-1)
 
-    A row of a batch, such as a token, then has the same results and gradients, to the last bit, for
-    any number of rows, in any order, and for any strides: a sequence alone, among others, padded
-    on either side, or packed with others. So a trainer's log-probabilities can be the sampler's.
+        print(liger_ops.invariant(model))
 
-    Covered are, eagerly and after `liger_ops.fuse`, on GPUs and CPUs:
+    Within the context a row of a batch, such as a token, has the same results and the same
+    gradients, to the last bit, for any number of rows, in any order and with any strides: a
+    sequence alone, among others, padded on either side, packed with others, or the prefix of a
+    longer one. So a trainer's log-probabilities can be the sampler's. Gradients of weights are sums
+    over rows, which depend on the batch; they have a fixed order.
 
-    * all ops of this package; their gradients of weights are sums over rows, with a fixed order;
-    * PyTorch's matrix products, grouped products of experts too, and its sums, means, variances,
-      norms and softmaxes along axes behind the first. Each is tried with random rows at its first
-      use with new columns, which takes some milliseconds: see `liger_ops.invariance.rows`;
-    * scaled_dot_product_attention without a mask, and, of a fused model, with the masks of padding,
-      windows and packed documents, by the kernels of `varlen_attention`.
+    Covered, eagerly and after `liger_ops.fuse`, on a GPU and a CPU, are
 
-    What is covered by no way is refused by name. It is not noticed where code computes attention
-    with products of its own: its sums are as long as the batch's rows. Convolutions and batch norms
-    are as they are. The numbers are those of one machine and one process: another GPU, or another
-    version of PyTorch, may have others.
+    * the ops of this package;
+    * PyTorch's matrix products, also those of experts, and its sums, means, variances, norms and
+      softmaxes along axes behind the first. Each is tried with random rows at its first use with
+      new columns, for some milliseconds, and computed in the cheapest way that holds: as it is,
+      with 64 rows or more, by a kernel of this package, or in blocks of 64 rows;
+    * scaled_dot_product_attention without a mask or dropout; and, in a model after `fuse`, with
+      padding, windows and packed documents. Both are `varlen_attention` by its engine "triton".
 
-    Functions of `torch.compile` run uncompiled within it. Contexts nest, and the last one that ends
-    restores PyTorch's settings.
+    What cannot be computed so is refused by name: other masks, queries that follow a cache (use
+    `generate(use_cache=False)`), convolutions, batch and group norms. Attention that a model
+    computes with products of its own is not noticed, because its sums are ordinary products; the
+    report finds it. Elementwise operators are covered on a CPU and trusted on a GPU. Scatters and
+    index_add keep PyTorch's order, which is not fixed on a GPU unless
+    `torch.use_deterministic_algorithms` says so.
+
+    The bits are those of one device and one version of PyTorch: a fused model may have others than
+    the model before `fuse`. Functions of `torch.compile` run uncompiled within the context.
+    Contexts nest; the last one that ends restores PyTorch's operators and settings.
+
+    On an NPU the same operators are replaced; that was never run on one.
+
+    Args:
+        model: a model to report on; its modules run within the context, twice, without gradients.
+        inputs: for a model that does not take `input_ids`: a function of a number of tokens that
+            returns the keyword arguments of a call with one sequence of so many.
+
+    Returns:
+        The context manager; or with a model a `Coverage`, whose string lists the modules that are
+        not covered, and why.
 
     Raises:
-        NotInvariantError: within the context, an operation has no way that gives a row the same
-            bits in every batch; a RuntimeError.
+        NotInvariantError: within the context, an operation is not covered. It is a RuntimeError.
+        TypeError: model is not a module.
 
     Source: He and Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(8, 8), torch.randn(100, 8)
+        >>> with liger_ops.invariant():
+        ...     torch.equal(layer(x)[:1], layer(x[:1]))
+        True
     """
+    if model is None:
+        return _context()
+    from .coverage import coverage
+
+    return coverage(model, inputs)
+
+
+@contextmanager
+def _context() -> Iterator[None]:
     _change(1)
     try:
         yield
@@ -147,9 +191,7 @@ def _has_kernel(overload: Any, key: str) -> bool:
     return has(overload.name(), key) or has(overload.name(), "CompositeExplicitAutograd")
 
 
-def _replace_operator(
-    library: Any, key: str, overload: Any, function: Callable[..., Any]
-) -> None:
+def _replace_operator(library: Any, key: str, overload: Any, function: Callable[..., Any]) -> None:
     """Replace an operator, and its forms that write to `out` or to their first argument."""
     for form in _forms(overload):
         if not _has_kernel(form, key) and function is not attention.refuse:
@@ -192,19 +234,16 @@ def _implementation(
 
     def run(keyset: Any, *args: Any, **options: Any) -> Any:
         # A number comes as one where the operator takes a tensor.
-        numbers = [i for i, value in enumerate(args) if tensors[i] and not isinstance(value, Tensor)]
+        numbers = [i for i, value in enumerate(args) if tensors[i] and isinstance(value, NUMBERS)]
         args = tuple(_scalar(x, args) if i in numbers else x for i, x in enumerate(args))
         given = {name: value for name, value in options.items() if name != "out"}
 
         def base(*args: Any, **options: Any) -> Any:
-            before, _within.base = getattr(_within, "base", False), True
-            try:
+            with state.as_they_are:
                 return kernel.call_boxed(keyset, *args, **options)
-            finally:
-                _within.base = before
 
         results: Any = NotImplemented
-        if not getattr(_within, "base", False):
+        if not state.as_they_are.active:
             results = function(overload, base, *args, **given)
         if results is NotImplemented:
             return kernel_of_form.call_boxed(keyset, *args, **options)

@@ -1,8 +1,8 @@
 """Elementwise operators on a CPU, with the same bits for an element at any place.
 
 A CPU computes the elements that do not fill a vector by other code: with torch 2.13 the last few
-elements of a tensor can have other bits in sigmoid, silu, gelu, softplus, rsqrt and pow. Which do
-is found by a trial, as for other functions of rows; here the elements are the rows.
+elements of a tensor can have other bits in sigmoid, silu, gelu, softplus and pow. So the elements
+are completed to whole vectors, but for operators that IEEE 754 defines to the last bit.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import Results, aligned, as_it_is, compute, described, names_of
+from .rows import Results, aligned, compute, described, names_of
 
 # Those that PyTorch does not tag as elementwise.
 UNTAGGED = (
     "softplus_backward", "elu_backward", "mish_backward", "hardswish", "hardswish_backward",
     "hardsigmoid_backward", "log_sigmoid_forward", "log_sigmoid_backward", "leaky_relu_backward",
 )  # fmt: skip
-# Its memory format is asked for.
-LEFT_OUT = {"clone"}
+# Operators with one right result, by the names of their packets, and one with a memory format.
+LEFT_OUT = {
+    "abs", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max",
+    "clamp_min", "clone", "copysign", "div", "eq", "floor", "fmax", "fmin", "frac", "ge", "gt",
+    "hardshrink", "hardtanh", "isinf", "isnan", "isneginf", "isposinf", "le", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "nan_to_num", "ne", "neg", "nextafter", "reciprocal", "relu", "round", "sgn", "sign", "signbit",
+    "sqrt", "threshold", "threshold_backward", "trunc", "where",
+}  # fmt: skip
+# Those that are so too unless they multiply by a number before they round.
+SUMS = {"add", "sub", "rsub"}
 # Below this many elements PyTorch does not divide a tensor among threads, at any place of a vector.
 PIECE = 2**14
 # A multiple of the elements of any CPU's vectors, and of how many of them a loop takes.
@@ -49,6 +58,8 @@ def by_elements(overload: Any, base: Callable[..., Any], *args: Any, **options: 
     of_elements = [
         name for name, value in given.items() if isinstance(value, Tensor) and value.dim()
     ]
+    if overload.overloadpacket.__name__ in SUMS and given.get("alpha", 1) == 1:
+        return NotImplemented
     tensors = [given[name] for name in of_elements]
     if not any(x.is_floating_point() or x.is_complex() for x in tensors):
         return NotImplemented
@@ -63,7 +74,7 @@ def by_elements(overload: Any, base: Callable[..., Any], *args: Any, **options: 
     rest = (item for item in given.items() if item[0] not in of_elements)
     key = tuple((name, described(value)) for name, value in rest)
     elements = (aligned(x.expand(shape)).reshape(-1) for x in tensors)
-    results = compute(str(overload), key, [function], *elements, by=(as_it_is, pieces))
+    results = compute(str(overload), key, [function], *elements, by=(pieces,))
     shaped = tuple(result.reshape(shape) for result in results)
     return shaped if len(overload._schema.returns) > 1 else shaped[0]
 

@@ -7,7 +7,7 @@ this package replaces it, as it does for batches of products. On a CPU products 
 rows have that property.
 
 A product whose left operand is a transposed matrix and whose right one is not, as the gradient of a
-weight, dy.T @ x, is a sum over rows: it is computed as it is.
+weight, dy.T @ x, is taken for a sum over rows: it is computed as it is.
 
 The functions that replace an operator take it and its own function first, and return NotImplemented
 where that is to be called.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import Function, aligned, as_it_is, compute, described
+from .rows import Function, NotInvariantError, aligned, as_it_is, compute, described
 
 Base = Callable[..., Tensor]
 # Columns and lengths of sums of multiples of this leave no remainder in the vectors of a CPU.
@@ -36,7 +36,14 @@ def mm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) -> 
 
 
 def addmm(
-    overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *dtype: torch.dtype, beta: Any = 1, alpha: Any = 1
+    overload: Any,
+    base: Base,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *dtype: torch.dtype,
+    beta: Any = 1,
+    alpha: Any = 1,
 ) -> Tensor:
     options = {"beta": beta, "alpha": alpha}
     if _is_left_alone(a, b):
@@ -53,7 +60,14 @@ def bmm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) ->
 
 
 def baddbmm(
-    overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *dtype: torch.dtype, beta: Any = 1, alpha: Any = 1
+    overload: Any,
+    base: Base,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *dtype: torch.dtype,
+    beta: Any = 1,
+    alpha: Any = 1,
 ) -> Tensor:
     options = {"beta": beta, "alpha": alpha}
     if not is_rounded(a) or 0 in (a.numel(), b.numel()):
@@ -69,12 +83,16 @@ def mv(overload: Any, base: Base, a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b.unsqueeze(1)).squeeze(1)
 
 
-def addmv(overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def addmv(
+    overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
     x = x.expand(a.shape[0]).unsqueeze(1)
     return torch.addmm(x, a, b.unsqueeze(1), beta=beta, alpha=alpha).squeeze(1)
 
 
-def grouped_mm(overload: Any, base: Base, a: Tensor, b: Tensor, offs: Any = None, *rest: Any) -> Tensor:
+def grouped_mm(
+    overload: Any, base: Base, a: Tensor, b: Tensor, offs: Any = None, *rest: Any
+) -> Tensor:
     """Compute products of the rows of groups, if a row's bits do not depend on its group's size.
 
     The gradients of weights, for which b is a matrix too, are sums over rows.
@@ -96,6 +114,10 @@ def grouped_mm(overload: Any, base: Base, a: Tensor, b: Tensor, offs: Any = None
     return base(aligned(a), b, offs, *rest)
 
 
+def refuse(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
+    raise NotInvariantError(f"liger_ops.invariant: {overload} is not covered")
+
+
 def is_rounded(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
@@ -111,6 +133,12 @@ def _product(
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Return beta * x + alpha * a @ b, with x as a function of the rows too if it has some."""
+    is_transposed = a.stride(0) == 1 and a.stride(1) == a.shape[0] != 1
+    if is_transposed and a.requires_grad and torch.is_grad_enabled():
+        raise NotInvariantError(
+            "liger_ops.invariant: the gradient of a transposed matrix is not covered, because"
+            " PyTorch computes its product with a weight transposed too; make it contiguous()"
+        )
     columns = b.shape[1]
     b = aligned(b.t()).t() if b.stride(0) == 1 else aligned(b)
     rows = [aligned(a)]

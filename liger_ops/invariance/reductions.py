@@ -8,10 +8,12 @@ of float32 did not below 17 rows, or anywhere for 151936 columns, nor did its cu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .products import is_rounded
@@ -40,11 +42,39 @@ def along_axes(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
         results = base(**rest | dict(zip(of_rows, rows, strict=True)))
         return results if isinstance(results, tuple) else (results,)
 
+    def with_even_strides(*rows: Tensor) -> Results:
+        return function(*map(_with_even_strides, rows))
+
+    functions = [function, with_even_strides]
+    own = OWN.get(overload.name())
+    if own is not None and len(x.shape) == first + 1 and x.device.type != "cpu":
+        # half_to_float and input_dtype say what the result is.
+        wide = torch.float32 if rest.get("half_to_float") else rest.get("input_dtype", x.dtype)
+        functions[1] = functools.partial(_by_own_op, own, wide)
     key = tuple((name, described(rest[name])) for name in rest if name not in of_rows)
     rows = (aligned(given[name].reshape(-1, *x.shape[first:])) for name in of_rows)
-    results = compute(str(overload), key, [function], *rows)
+    results = compute(str(overload), key, functions, *rows)
     shaped = tuple(result.reshape(*x.shape[:first], *result.shape[1:]) for result in results)
     return shaped if len(overload._schema.returns) > 1 else shaped[0]
+
+
+# Operators along the last axis, and the ops of this package that compute the same.
+OWN = {
+    "aten::_softmax": "softmax",
+    "aten::_log_softmax": "log_softmax",
+    "aten::_softmax_backward_data": "softmax_backward",
+    "aten::_log_softmax_backward_data": "log_softmax_backward",
+}
+
+
+def _by_own_op(name: str, dtype: Any, *rows: Tensor) -> Results:
+    return (getattr(torch.ops.liger, name)(*(x.to(dtype) for x in rows)),)
+
+
+def _with_even_strides(x: Tensor) -> Tensor:
+    """Return x with rows that each begin at an address of 16 bytes, whatever their length."""
+    even = 16 // x.element_size()
+    return F.pad(x, (0, -x.shape[-1] % even))[..., : x.shape[-1]]
 
 
 def same_shape(value: Any, x: Tensor) -> bool:
@@ -59,6 +89,4 @@ def layer_norm(overload: Any, base: Base, x: Tensor, shape: Any, *args: Any) -> 
     rows = aligned(x.reshape(-1, *x.shape[axes:]))
     key = tuple(described(value) for value in (shape, *args))
     results = compute(str(overload), key, [lambda x: base(x, shape, *args)], rows)
-    return tuple(
-        result.reshape(*x.shape[:axes], *result.shape[1:]) for result in results
-    )
+    return tuple(result.reshape(*x.shape[:axes], *result.shape[1:]) for result in results)

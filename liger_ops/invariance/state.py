@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 # The contexts that are open, in all threads.
 _open = 0
 
@@ -16,3 +18,21 @@ def count(change: int) -> int:
     global _open
     _open += change
     return _open
+
+
+class AsTheyAre(threading.local):
+    """Whether PyTorch's operators are as they are in this thread: within an operator's own
+    function, which was tried as a whole, and within a trial."""
+
+    active = False
+    _before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before = [*self._before, self.active]
+        self.active = True
+
+    def __exit__(self, *error: object) -> None:
+        self.active = self._before.pop()
+
+
+as_they_are = AsTheyAre()

@@ -12,6 +12,7 @@ from op_checks import assert_rows_are_independent
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS, OpUnderTest
 
+
 def has_products(op: OpUnderTest) -> bool:
     return op.multiplies or "linear" in op.name
 
@@ -23,18 +24,19 @@ FEW = 5
 IMPLEMENTATIONS = [
     pytest.param(op, implementation, id=f"{op.id}-{implementation}")
     for op in OPS.values()
-    for implementation in ("definition", *FOLDERS)
-    # The gradient of a mean is divided by the number of rows. Interpreted kernels without products are tried by test_properties of test_kernels.py.
-    if op.per_row and op.form != "mean" and (implementation == "definition" or DEVICE != "cpu" or has_products(op))
+    for implementation in (("definition", *FOLDERS) if DEVICE == "cpu" else FOLDERS)
+    # The gradient of a mean is divided by the number of rows. Interpreted kernels without products
+    # are tried by test_properties of test_kernels.py.
+    if op.per_row
+    and op.form != "mean"
+    and (implementation == "definition" or DEVICE != "cpu" or has_products(op))
 ]
 
 
 @pytest.mark.device_kernels
 @pytest.mark.parametrize(("op", "implementation"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_have_the_same_bits(
-    op: OpUnderTest, implementation: str, dtype: torch.dtype
-) -> None:
+def test_rows_have_the_same_bits(op: OpUnderTest, implementation: str, dtype: torch.dtype) -> None:
     interpreted = DEVICE == "cpu" and implementation != "definition"
     case = op.sample(dtype, rows=FEW if interpreted and op.multiplies else ROWS)
     if not op.rows_permute(case):

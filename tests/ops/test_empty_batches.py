@@ -37,9 +37,9 @@ def empty_cases(op: OpUnderTest) -> Iterator[tuple[int, Any]]:
 def test_an_empty_call_gives_what_the_definition_does(op: OpUnderTest, folder: str) -> None:
     compared = set()
     for axis, case in empty_cases(op):
-        # Not every axis may be empty: drawing the tensors, or the definition, then fails. It runs on
-        # the CPU: PyTorch's gradient of an embedding without columns reads memory that is not its
-        # own on a GPU (torch 2.11), and with that every later test of the process fails.
+        # Not every axis may be empty: drawing the tensors, or the definition, then fails. That runs
+        # on the CPU: PyTorch's gradient of an embedding without columns reads memory that is not
+        # its own on a GPU (torch 2.11), and with that every later test of the process fails.
         try:
             tensors = op.tensors(case)
             args = {False: op.forward_args(case, tensors), True: op.backward_args(case, tensors)}

@@ -219,8 +219,8 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     if is_invariant():
         raise NotInvariantError(
-            "liger_ops.invariant: of masks, those of padding, causal windows and packed documents are"
-            " covered; this model's mask shows other keys"
+            "liger_ops.invariant: of masks, those of padding, causal windows and packed documents"
+            " are covered; this model's mask shows other keys"
         )
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
     options["kernel_options"] = kernel_options(query)
@@ -300,7 +300,7 @@ def mask_function(
         padding, size = given.get("attention_mask"), _size_of_window(given)
         if padding is not None and not is_tracing(padding) and bool(padding.all()):
             padding = None
-        if padding is None and size == 0 and causal_is_none:
+        if padding is None and size == 0 and causal_is_none and not is_invariant():
             return None
         # By documents, a query that sees no key gets 0.
         needs_means = gives_means and padding is not None and not is_invariant()

@@ -86,7 +86,7 @@ def test_backward_matches_truth(folder: str, case: TopKCase) -> None:
     logits = logits_of(case, tensors)
     p = logits.softmax(-1)
     log_prob, dlse = (
-        torch.zeros(()) if tensors[name] is None else tensors[name].double().abs()
+        torch.zeros((), device=DEVICE) if tensors[name] is None else tensors[name].double().abs()
         for name in ("dlog_prob", "dlse")
     )
     of_words = (log_prob.unsqueeze(-1) * F.one_hot(tensors["words"], case.V)).sum(-2)

@@ -1,0 +1,150 @@
+"""A sequence has the same logits and gradients alone, in a batch, padded, packed and cut, within
+`liger_ops.invariant`; and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import liger_ops
+from op_under_test import DEVICE
+
+LENGTH, PADDING, V = 41, 23, 101
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": V, "use_cache": False,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Llama": {},
+    "Gemma3Text": {"sliding_window": 8},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+# transformers does not read documents in the position_ids of this model.
+WITHOUT_DOCUMENTS = {"GptOss"}
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
+    return transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+
+
+Batches = dict[str, tuple[dict[str, Tensor], int, int]]
+
+
+def batches_of(sequence: Tensor) -> Batches:
+    """Return batches that hold the sequence: the arguments, and its row and first token there."""
+    generator = torch.Generator().manual_seed(1)
+
+    def others(*shape: int) -> Tensor:
+        return torch.randint(1, V, shape, generator=generator).to(DEVICE)
+
+    pad = torch.zeros(1, PADDING, dtype=torch.int64, device=DEVICE)
+    mask = torch.ones(2, LENGTH + PADDING, dtype=torch.int64, device=DEVICE)
+    mask[0, LENGTH:] = 0
+    left = torch.stack((mask[0].flip(0), mask[1]))
+    long = others(1, LENGTH + PADDING)
+    documents = [others(1, 13), sequence, others(1, 20)]
+    positions = [torch.arange(x.shape[1], device=DEVICE) for x in documents]
+    return {
+        "among others": ({"input_ids": torch.cat((others(2, LENGTH), sequence))}, 2, 0),
+        "padded on the right": (
+            {
+                "input_ids": torch.cat((torch.cat((sequence, pad), 1), long)),
+                "attention_mask": mask,
+            },
+            0, 0,
+        ),
+        "padded on the left": (
+            {
+                "input_ids": torch.cat((torch.cat((pad, sequence), 1), long)),
+                "attention_mask": left,
+                "position_ids": (left.cumsum(1) - 1).clamp(min=0),
+            },
+            0, PADDING,
+        ),
+        "packed": (
+            {"input_ids": torch.cat(documents, 1), "position_ids": torch.cat(positions)[None]},
+            0, 13,
+        ),
+    }  # fmt: skip
+
+
+def results(model: Any, batch: dict[str, Tensor], row: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of a sequence, and the gradient of its embeddings."""
+    given = dict(batch)
+    tokens = given.pop("input_ids")
+    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    span = slice(first, first + LENGTH)
+    logits = model(inputs_embeds=embedded, **given).logits[row, span]
+    log_prob = liger_ops.log_prob(logits[:-1], tokens[row, span][1:])[0]
+    (gradient,) = torch.autograd.grad(log_prob.sum(), embedded)
+    return log_prob.detach(), gradient[row, span]
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_has_the_same_bits_in_every_batch(family: str) -> None:
+    model = model_of(family)
+    sequence = torch.randint(1, V, (1, LENGTH), device=DEVICE)
+    alone = {"input_ids": sequence}
+    reference = results(model, alone, 0, 0)
+    liger_ops.fuse(model)
+    with liger_ops.invariant():
+        expected = results(model, alone, 0, 0)
+        for name, (batch, row, first) in batches_of(sequence).items():
+            if name == "packed" and family in WITHOUT_DOCUMENTS:
+                continue
+            for found, of_sequence in zip(results(model, batch, row, first), expected, strict=True):
+                assert torch.equal(found, of_sequence), name
+        prefix = model(input_ids=sequence[:, :17]).logits
+        assert torch.equal(prefix, model(input_ids=sequence).logits[:, :17])
+    for found, of_sequence in zip(expected, reference, strict=True):
+        torch.testing.assert_close(found, of_sequence, atol=2e-5, rtol=1e-4)
+
+
+def test_the_report_names_the_modules_that_are_not_covered() -> None:
+    model = model_of("GptOss")
+    report = liger_ops.invariant(model)
+    assert not report
+    assert set(report.reasons) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert "it sums as many numbers as there are tokens: a matrix product" in str(report)
+    liger_ops.fuse(model)
+    report = liger_ops.invariant(model)
+    assert report and str(report) == "every module is covered"
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[1](self.inner[0](x).mT)
+
+
+def test_the_report_of_what_is_refused() -> None:
+    model = Convolved().train()
+    report = liger_ops.invariant(model, inputs=lambda length: {"x": torch.randn(1, length, 8)})
+    assert report.reasons == {"inner.1": "aten.convolution.default is not covered"}
+    assert model.training
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no module": (lambda: liger_ops.invariant(3), TypeError, "model must be a torch.nn.Module"),
+    "no vocabulary": (lambda: liger_ops.invariant(Convolved()), ValueError, "needs inputs"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
