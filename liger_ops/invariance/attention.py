@@ -22,7 +22,10 @@ REFUSED = "_scaled_dot_product_attention_math"
 
 
 def forward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Compute output and logsumexp, (B, H, L); the other results, of random numbers, are empty."""
+    """Compute by varlen_attention, a document for each row of the batch.
+
+    logsumexp is (B, H, L). The other results, of random numbers, are empty.
+    """
     given = _named(overload, args, options)
     query, key, value = (given[name] for name in ("query", "key", "value"))
     y, lse = torch.ops.liger.varlen_attention_forward(
@@ -36,7 +39,7 @@ def forward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any)
 
 
 def backward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Compute the gradients of query, key and value."""
+    """Compute the gradients of query, key and value, by varlen_attention."""
     given = _named(overload, args, options)
     dy, query, key, value, y, lse = args[:1] + tuple(
         given[name] for name in ("query", "key", "value", "out", "logsumexp")
@@ -55,6 +58,7 @@ def backward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any
 
 
 def refuse(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Refuse attention for which PyTorch has no fused kernel."""
     raise NotInvariantError(
         "liger_ops.invariant: scaled_dot_product_attention is covered without a mask or dropout,"
         " for as many queries as keys, where PyTorch has a fused kernel; liger_ops.fuse(model)"

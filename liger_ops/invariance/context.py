@@ -35,6 +35,9 @@ REPLACED: dict[tuple[str, ...], Callable[..., Any]] = {
         "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
     ): reductions.along_axes,
     ("native_layer_norm", "_fused_rms_norm"): reductions.layer_norm,
+    (
+        "native_layer_norm_backward", "_fused_rms_norm_backward",
+    ): reductions.layer_norm_backward,
     attention.FORWARDS: attention.forward,
     attention.BACKWARDS: attention.backward,
     (attention.REFUSED,): attention.refuse,
@@ -70,7 +73,7 @@ def invariant(model: Any = None, inputs: Any = None) -> Any:
 
     Covered, eagerly and after `liger_ops.fuse`, on a GPU and a CPU, are
 
-    * the ops of this package;
+    * the ops of this package, but multi_token_attention on a GPU, whose convolution is PyTorch's;
     * PyTorch's matrix products, also those of experts, and its sums, means, variances, norms and
       softmaxes along axes behind the first. Each is tried with random rows at its first use with
       new columns, for some milliseconds, and computed in the cheapest way that holds: as it is,
@@ -169,8 +172,9 @@ def _choose_products(stack: ExitStack) -> None:
         before = (getattr(matmul, name), getattr(matmul, f"{name}_split_k"))
         stack.callback(setattr, matmul, name, before)
         setattr(matmul, name, (False, False))
-    before = torch.backends.cuda.preferred_blas_library()
-    stack.callback(torch.backends.cuda.preferred_blas_library, before)
+    stack.callback(
+        torch.backends.cuda.preferred_blas_library, torch.backends.cuda.preferred_blas_library()
+    )
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 

@@ -52,6 +52,7 @@ def operators() -> Iterator[str]:
 
 
 def by_elements(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Compute on a CPU with whole vectors of elements."""
     names = names_of(overload)
     given = dict(zip(names, args, strict=False)) | options
     # Tensors without axes take another part in the promotion of dtypes.

@@ -30,6 +30,7 @@ EVEN = 32
 
 
 def mm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) -> Tensor:
+    """Compute a @ b as a function of the rows of a."""
     if _is_left_alone(a, b):
         return NotImplemented
     return _product(base, None, a, b, dtype, {})
@@ -45,6 +46,7 @@ def addmm(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Tensor:
+    """Compute beta * x + alpha * a @ b as a function of the rows of a, and of x if it has some."""
     options = {"beta": beta, "alpha": alpha}
     if _is_left_alone(a, b):
         return NotImplemented
@@ -52,6 +54,7 @@ def addmm(
 
 
 def bmm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) -> Tensor:
+    """Compute each product by a kernel of this package on a GPU, or as mm."""
     if not is_rounded(a) or 0 in (a.numel(), b.numel()):
         return NotImplemented
     if own := _own_product(a):
@@ -69,6 +72,7 @@ def baddbmm(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Tensor:
+    """Compute each product by a kernel of this package on a GPU, or as addmm."""
     options = {"beta": beta, "alpha": alpha}
     if not is_rounded(a) or 0 in (a.numel(), b.numel()):
         return NotImplemented
@@ -80,12 +84,14 @@ def baddbmm(
 
 
 def mv(overload: Any, base: Base, a: Tensor, b: Tensor) -> Tensor:
+    """Compute a product with one column, as mm."""
     return torch.mm(a, b.unsqueeze(1)).squeeze(1)
 
 
 def addmv(
     overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
+    """Compute a product with one column, as addmm."""
     x = x.expand(a.shape[0]).unsqueeze(1)
     return torch.addmm(x, a, b.unsqueeze(1), beta=beta, alpha=alpha).squeeze(1)
 
@@ -93,7 +99,7 @@ def addmv(
 def grouped_mm(
     overload: Any, base: Base, a: Tensor, b: Tensor, offs: Any = None, *rest: Any
 ) -> Tensor:
-    """Compute products of the rows of groups, if a row's bits do not depend on its group's size.
+    """Compute as PyTorch does on a GPU, after a trial, and as mm for each group on a CPU.
 
     The gradients of weights, for which b is a matrix too, are sums over rows.
     """
@@ -115,6 +121,7 @@ def grouped_mm(
 
 
 def refuse(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
+    """Refuse the operator by name."""
     raise NotInvariantError(f"liger_ops.invariant: {overload} is not covered")
 
 
@@ -156,8 +163,9 @@ def _product(
         return (base(*(x or before), a, b, *dtype, **options),)
 
     def evenly(a: Tensor, *x: Tensor) -> tuple[Tensor]:
-        others = (_even(value) for value in x or before)
-        return (base(*others, _even(a), _even(_even(b.t()).t()), *dtype, **options)[:, :columns],)
+        operands = [*(x or before), a]
+        even = _even(_even(b.t()).t())
+        return (base(*map(_even, operands), even, *dtype, **options)[:, :columns],)
 
     own = _own_product(a)
 

@@ -23,7 +23,7 @@ Base = Callable[..., Any]
 
 
 def along_axes(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
-    """Compute an operator of ATen that has an argument `dim`, of one axis or of several."""
+    """Compute along axes behind the first, as a function of the rows before them."""
     names = names_of(overload)
     given = dict(zip(names, args, strict=False)) | options
     x = args[0]
@@ -82,7 +82,7 @@ def same_shape(value: Any, x: Tensor) -> bool:
 
 
 def layer_norm(overload: Any, base: Base, x: Tensor, shape: Any, *args: Any) -> Any:
-    """Compute native_layer_norm or _fused_rms_norm, whose last axes have the given shape."""
+    """Compute over the last axes, as a function of the rows before them."""
     axes = x.dim() - len(shape)
     if x.numel() == 0 or axes == 0:
         return NotImplemented
@@ -90,3 +90,23 @@ def layer_norm(overload: Any, base: Base, x: Tensor, shape: Any, *args: Any) -> 
     key = tuple(described(value) for value in (shape, *args))
     results = compute(str(overload), key, [lambda x: base(x, shape, *args)], rows)
     return tuple(result.reshape(*x.shape[:axes], *result.shape[1:]) for result in results)
+
+
+def layer_norm_backward(overload: Any, base: Base, *args: Any) -> Any:
+    """Compute the gradient of the input so; those of weight and bias are sums over rows."""
+    given = dict(zip(names_of(overload), args, strict=True))
+    x, *masks = given["input"], *given["output_mask"]
+    axes = x.dim() - len(given["normalized_shape"])
+    if x.numel() == 0 or axes == 0 or not masks[0]:
+        return NotImplemented
+    of_rows = [name for name in ("grad_out", "input", "mean", "rstd") if name in given]
+    alone = given | {"output_mask": [True, *(False for _ in masks[1:])]}
+
+    def function(*rows: Tensor) -> Results:
+        return (base(*(alone | dict(zip(of_rows, rows, strict=True))).values())[0],)
+
+    key = tuple(described(value) for name, value in alone.items() if name not in of_rows)
+    rows = (aligned(given[name].reshape(-1, *given[name].shape[axes:])) for name in of_rows)
+    (dx,) = compute(str(overload), key, [function], *rows)
+    others = base(*(given | {"output_mask": [False, *masks[1:]]}).values())[1:]
+    return (dx.reshape(x.shape), *others)

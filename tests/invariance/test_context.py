@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import liger_ops
-from liger_ops.invariance import rows, state
+from liger_ops.invariance import context, rows, state
+
+DOCUMENT = Path(__file__).parents[2] / "docs/invariant.md"
+
+
+def table() -> str:
+    """Return the table of operators in docs/invariant.md."""
+    rows = ["| operators | |", "|---|---|"]
+    for names, function in context.REPLACED.items():
+        listed = ", ".join(f"`{name}`" for name in names)
+        rows.append(f"| {listed} | {inspect.getdoc(function).splitlines()[0]} |")  # type: ignore[union-attr]
+    return "\n".join(rows)
+
+
+def test_the_document_lists_what_is_replaced() -> None:
+    assert table() in DOCUMENT.read_text()
 
 
 def recorded(function: object) -> list[str]:

@@ -71,6 +71,9 @@ FUNCTIONS: dict[str, Function] = {
     "log_softmax of odd columns": lambda x: x[:, :39].log_softmax(-1),
     "sum of odd columns": lambda x: x[:, :39].sum(-1),
     "layer_norm": lambda x: F.layer_norm(x, (40,)),
+    "layer_norm of two axes": lambda x: F.layer_norm(
+        x.unflatten(1, (5, 8)), (5, 8), weight(x, 64)[:5, :8], weight(x, 64)[5:10, :8]
+    ).flatten(1),
     "rms_norm": lambda x: F.rms_norm(x, (40,)),
     "silu": F.silu,
     "pow": lambda x: x.abs() ** 1.3,

@@ -39,6 +39,8 @@ IMPLEMENTATIONS = [
 def test_rows_have_the_same_bits(op: OpUnderTest, implementation: str, dtype: torch.dtype) -> None:
     interpreted = DEVICE == "cpu" and implementation != "definition"
     case = op.sample(dtype, rows=FEW if interpreted and op.multiplies else ROWS)
+    if DEVICE == "cuda" and op.base == "multi_token_attention":
+        pytest.skip("its convolution is PyTorch's, which is not covered")
     if not op.rows_permute(case):
         pytest.skip("the rows of this case are not independent")
     with liger_ops.invariant():

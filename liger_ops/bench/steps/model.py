@@ -20,6 +20,7 @@ exit status is 1 if there is such a way, or one that fails.
     flex            torch.compile, with transformers' own flex_attention; only for text
     fused           the model after liger_ops.fuse(), eager
     fused-compile   torch.compile of the fused model
+    fused-invariant the fused model within liger_ops.invariant(), eager
     liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU a small model runs on the CPU, whose
@@ -53,7 +54,7 @@ from .models import BATCHES, CHANNELS_LAST, TEXT, UNETS, Batch, text_model, unet
 SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 
 DEFAULT_WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
-WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", "liger-kernel")
+WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", "fused-invariant", "liger-kernel")
 README_WAYS = ("eager", "compile", "liger-kernel", "liger", "enabled", "fused", "fused-compile")
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
@@ -64,7 +65,7 @@ PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
 FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
 # Package that an installed package requires -> its name in messages, if it needs a GPU.
 FOR_GPUS = {"triton": "Triton", "nvidia-cutlass-dsl": "CUTLASS"}
-UNCOMPILED = ("eager", "fused", "liger-kernel")
+UNCOMPILED = ("eager", "fused", "fused-invariant", "liger-kernel")
 COMPILED_FIRST = "runs, compiled first: a minute or more if nothing is cached ..."
 WARM_UP = 4
 # bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
@@ -197,6 +198,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if way.startswith("fused"):
         liger_ops.fuse(model)
+    if way == "fused-invariant":
+        # The process measures this way alone.
+        liger_ops.invariant().__enter__()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = compiled(way, loss_of)
 

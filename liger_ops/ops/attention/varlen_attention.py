@@ -78,10 +78,11 @@ def varlen_attention(
       also stands in for an engine that is not installed, or does not take the call. These are the
       fastest on an H200, or within 3% of it.
 
-    An engine that was asked for and does not take a call, or one that fails, is replaced by
-    "triton", with one warning that names it and the reason. The backward of "cudnn" and "flash" has
-    a fixed order under `torch.use_deterministic_algorithms(True)`. If a document is longer than
-    max_seqlen, their results are NaN.
+    Within `liger_ops.invariant` the engine is "triton". An engine that was asked for and does not
+    take a call, or one that fails, is replaced by "triton", with one warning that names it and the
+    reason. The backward of "cudnn" and "flash" has a fixed order under
+    `torch.use_deterministic_algorithms(True)`. If a document is longer than max_seqlen, their
+    results are NaN.
 
     On an NPU it is npu_fusion_attention of torch_npu, which takes the documents on the host: a call
     waits for the device there. It was never run on one. The definition runs in its place for

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .... import library
+from ....invariance.state import is_invariant
 from ....ops.attention.varlen_attention import ENGINES
 from ...common.attention.varlen_attention import bounded
 from ...common.tensors import next_power_of_2
@@ -53,6 +54,9 @@ _warned: set[tuple[str, str]] = set()
 
 def engines(call: Any) -> Iterator[str]:
     """Yield the engine to try for a call before this package's own kernels, if any."""
+    if is_invariant():
+        # The choice would depend on the batch, and so may the plans of others.
+        return
     wanted = call.engine
     if wanted == "auto":
         wanted = os.environ.get(VARIABLE, "auto")

@@ -21,7 +21,7 @@ is the logarithm of the whole denominator. The gradient of y' with lse' is exact
 
 The definition runs in place of the operator for lengths and key_mask, which are not its documents'
 own; for a softcap; for float32, whose precision is not documented; for values of another width than
-keys; and for more than 256 heads.
+keys; for more than 256 heads; and within `liger_ops.invariant`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from .... import library
+from ....invariance.state import is_invariant
 from ....ops.attention.varlen_attention import scale_of
 from ...common.attention.varlen_attention import bounded
 
@@ -48,7 +49,8 @@ def is_taken(call: Any) -> bool:
     """Return whether the operator takes a call."""
     T, H, D = call.query.shape
     return (
-        call.query.dtype in DTYPES
+        not is_invariant()
+        and call.query.dtype in DTYPES
         and call.lengths is None
         and call.key_mask is None
         and call.softcap is None
