@@ -1,6 +1,6 @@
 """The same bits for a row in every batch: `liger_ops.invariant`."""
 
+from ..invariant_mode import NotInvariantError
 from .context import invariant
-from .rows import NotInvariantError
 
 __all__ = ["NotInvariantError", "invariant"]

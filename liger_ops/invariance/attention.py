@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import NotInvariantError, names_of
+from ..invariant_mode import NotInvariantError
+from .rows import names_of
 
 FORWARDS = (
     "_scaled_dot_product_flash_attention",

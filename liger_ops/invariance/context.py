@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from .. import invariant_mode
 from ..library import DEVICES, DOUBLES
-from . import attention, elementwise, products, reductions, state
+from ..torch_private import has_kernel
+from . import attention, elementwise, products, reductions
 
 if TYPE_CHECKING:
     from .coverage import Coverage, Inputs
@@ -134,7 +136,7 @@ def _context() -> Iterator[None]:
 def _change(change: int) -> None:
     global _installed
     with _lock:
-        if state.count(change) == (1 if change > 0 else 0):
+        if invariant_mode.count(change) == (1 if change > 0 else 0):
             if change > 0:
                 _installed = _install()
             else:
@@ -191,8 +193,8 @@ def _replace(library: Any, key: str) -> None:
 
 def _has_kernel(overload: Any, key: str) -> bool:
     """Return whether an operator has a kernel that runs below autograd."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(overload.name(), key) or has(overload.name(), "CompositeExplicitAutograd")
+    keys = (key, "CompositeExplicitAutograd")
+    return any(has_kernel(overload.name(), each) for each in keys)
 
 
 def _replace_operator(library: Any, key: str, overload: Any, function: Callable[..., Any]) -> None:
@@ -243,11 +245,11 @@ def _implementation(
         given = {name: value for name, value in options.items() if name != "out"}
 
         def base(*args: Any, **options: Any) -> Any:
-            with state.as_they_are:
+            with invariant_mode.as_they_are:
                 return kernel.call_boxed(keyset, *args, **options)
 
         results: Any = NotImplemented
-        if not state.as_they_are.active:
+        if not invariant_mode.as_they_are.active:
             results = function(overload, base, *args, **given)
         if results is NotImplemented:
             return kernel_of_form.call_boxed(keyset, *args, **options)

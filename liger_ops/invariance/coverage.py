@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..invariant_mode import NotInvariantError
 from . import rows
 from .context import invariant
 
@@ -51,7 +52,7 @@ def coverage(model: Any, inputs: Inputs | None = None) -> Coverage:
     model.eval()
     try:
         with torch.no_grad(), invariant():
-            short, long = (_Run(model, call(length)) for length in LENGTHS)
+            short, long = (_Recorded(model, call(length)) for length in LENGTHS)
     finally:
         model.train(was_training)
     if short.error is not None:
@@ -83,8 +84,8 @@ def _tokens_of(model: nn.Module) -> Inputs:
     return tokens
 
 
-class _Run:
-    """What the modules of a model do in a call.
+class _Recorded:
+    """The functions of rows of a model's modules in a call.
 
     Attributes:
         used: the name of a module -> its functions of rows, with their columns.
@@ -93,7 +94,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, given: dict[str, Any]) -> None:
         self.used: defaultdict[str, set[tuple[str, Hashable]]] = defaultdict(set)
-        self.error: tuple[str, rows.NotInvariantError] | None = None
+        self.error: tuple[str, NotInvariantError] | None = None
         self.within: list[str] = [""]
         hooks = []
         for name, module in model.named_modules():
@@ -102,7 +103,7 @@ class _Run:
         rows.recorders.append(self._record)
         try:
             model(**given)
-        except rows.NotInvariantError as error:
+        except NotInvariantError as error:
             self.error = (self.within[-1], error)
         finally:
             rows.recorders.remove(self._record)

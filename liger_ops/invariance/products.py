@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import Function, NotInvariantError, aligned, as_it_is, compute, described
+from ..invariant_mode import NotInvariantError
+from .rows import Function, aligned, as_it_is, compute, described
 
 Base = Callable[..., Tensor]
 # Columns and lengths of sums of multiples of this leave no remainder in the vectors of a CPU.
@@ -177,7 +178,7 @@ def _product(
         return (_sum(added, own(a[None], b[None], torch.float32)[0], dtype or (a.dtype,), options),)
 
     functions: list[Function] = [as_pytorch, evenly if own is None else by_own_kernel]
-    key = (by_rows, *described(b), *dtype, *options.values())
+    key = (by_rows, described(b), *dtype, *options.values())
     return compute("a matrix product", key, functions, *rows)[0]
 
 

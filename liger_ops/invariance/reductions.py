@@ -93,9 +93,13 @@ def layer_norm(overload: Any, base: Base, x: Tensor, shape: Any, *args: Any) -> 
 
 
 def layer_norm_backward(overload: Any, base: Base, *args: Any) -> Any:
-    """Compute the gradient of the input so; those of weight and bias are sums over rows."""
+    """Compute the gradient of the input as a function of its rows.
+
+    Those of weight and bias are sums over rows.
+    """
     given = dict(zip(names_of(overload), args, strict=True))
-    x, *masks = given["input"], *given["output_mask"]
+    x: Tensor = given["input"]
+    masks: list[bool] = list(given["output_mask"])
     axes = x.dim() - len(given["normalized_shape"])
     if x.numel() == 0 or axes == 0 or not masks[0]:
         return NotImplemented

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import as_they_are
+from ..invariant_mode import NotInvariantError, as_they_are
 
 Results = tuple[Tensor, ...]
 Function = Callable[..., Results]
@@ -38,10 +38,6 @@ COUNTS = (1, 2, 3, 5, 8, 17, 33, 64, 100, 128, 129, 257, 512, 1000, 2048)
 COUNTS_OF_BLOCKS = (1, 5, 33, 64, 100)
 # A trial makes this many numbers at most.
 MOST_NUMBERS = 2**28
-
-
-class NotInvariantError(RuntimeError):
-    """No way of computing an operation gives a row the same bits in every batch."""
 
 
 def as_it_is(function: Function, *rows: Tensor) -> Results:

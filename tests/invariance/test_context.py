@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import liger_ops
-from liger_ops.invariance import context, rows, state
+from liger_ops import invariant_mode
+from liger_ops.invariance import context, rows
 
 DOCUMENT = Path(__file__).parents[2] / "docs/invariant.md"
 
@@ -54,7 +55,7 @@ def test_contexts_nest_and_restore() -> None:
             assert recorded(product) == ["a matrix product"]
         assert recorded(product) == ["a matrix product"]
     assert recorded(product) == []
-    assert not state.is_invariant()
+    assert not invariant_mode.is_invariant()
 
 
 def test_an_error_restores() -> None:

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ...accepted import is_scale
-from ...invariance import NotInvariantError
-from ...invariance.state import is_invariant
+from ...invariant_mode import NotInvariantError, is_invariant
 from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES

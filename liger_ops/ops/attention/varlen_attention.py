@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_1, POSITIVE, Accepted
-from ...invariance import blocks
-from ...invariance.state import is_invariant
+from ...invariant_mode import is_invariant
 from ..heads.head import cast_for_products
 from ..tensors import widened
+from . import document_blocks
 
 # The engines that compute it on a GPU; see `varlen_attention`.
 ENGINES = ("auto", "cudnn", "flash", "triton")
@@ -174,7 +174,7 @@ def varlen_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
         tensor([[0.0000, 0.6931, 1.0986]])
     """
     if is_invariant():
-        return blocks.forward(call, widened(call.query).dtype, scale_of(call))
+        return document_blocks.forward(call, widened(call.query).dtype, scale_of(call))
     attention = _DocumentAttention(call)
     p, lse = attention.softmax()
     y = torch.einsum("hgij,jhe->ihge", p, attention.value)
@@ -204,7 +204,7 @@ def varlen_attention_backward(call: Any) -> Any:
     """
     inputs = (call.query, call.key, call.value, call.sinks)
     if is_invariant():
-        gradients = blocks.backward(call, widened(call.query).dtype, scale_of(call))
+        gradients = document_blocks.backward(call, widened(call.query).dtype, scale_of(call))
     else:
         gradients = _gradients(call)
     return tuple(

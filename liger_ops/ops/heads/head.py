@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...invariance.state import is_invariant
+from ...invariant_mode import is_invariant
 from ..tensors import is_eager
 
 # Device type -> the device's own `scale`, for any dtype but float64.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .... import library
-from ....invariance.state import is_invariant
+from ....invariant_mode import is_invariant
 from ....ops.attention.varlen_attention import ENGINES
 from ...common.attention.varlen_attention import bounded
 from ...common.tensors import next_power_of_2

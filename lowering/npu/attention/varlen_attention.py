@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from .... import library
-from ....invariance.state import is_invariant
+from ....invariant_mode import is_invariant
 from ....ops.attention.varlen_attention import scale_of
 from ...common.attention.varlen_attention import bounded
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import simulated_npu
 from liger_ops import library
-from liger_ops.invariance.state import is_invariant
+from liger_ops.invariant_mode import is_invariant
 from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, max_abs
 from plans import plan
 

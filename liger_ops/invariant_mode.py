@@ -1,4 +1,4 @@
-"""Whether `liger_ops.invariant` is in force."""
+"""The state of `liger_ops.invariant`, which ops and kernels ask for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import threading
 
 # The contexts that are open, in all threads.
 _open = 0
+
+
+class NotInvariantError(RuntimeError):
+    """No way of computing an operation gives a row the same bits in every batch."""
 
 
 def is_invariant() -> bool:
@@ -21,8 +25,8 @@ def count(change: int) -> int:
 
 
 class AsTheyAre(threading.local):
-    """Whether PyTorch's operators are as they are in this thread: within an operator's own
-    function, which was tried as a whole, and within a trial."""
+    """A context in which PyTorch's operators are as they are, in this thread: within an operator's
+    own function, which was tried as a whole, and within a trial."""
 
     active = False
     _before: list[bool] = []
