@@ -100,10 +100,6 @@ PARTS = {
     "top_saved_tensors_default_hooks": Part(
         "torch._C._autograd:_top_saved_tensors_default_hooks", _NO_HANDING_OVER, lambda _: "unknown"
     ),
-    # Whether an operator has a kernel for a dispatch key.
-    "has_kernel": Part(
-        "torch._C:_dispatch_has_kernel_for_dispatch_key", "`liger_ops.invariant`, which raises"
-    ),
     # PyTorch's own functions, which DeepSpeed and context_parallel replace by theirs.
     "native_linear": Part("torch._C._nn:linear", "`fuse` within DeepSpeed's zero.Init", F.linear),
     # Dynamo writes the call of F.grouped_mm as one of this function.

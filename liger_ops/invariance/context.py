@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import invariant_mode
 from ..library import DEVICES, DOUBLES
-from ..torch_private import has_kernel
 from . import attention, elementwise, products, reductions
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def invariant(model: Any = None, inputs: Any = None) -> Any:
 
     Covered, eagerly and after `liger_ops.fuse`, on a GPU and a CPU, are
 
-    * the ops of this package, but multi_token_attention on a GPU, whose convolution is PyTorch's;
+    * the ops of this package, but multi_token_attention, whose convolution is PyTorch's;
     * PyTorch's matrix products, also those of experts, and its sums, means, variances, norms and
       softmaxes along axes behind the first. Each is tried with random rows at its first use with
       new columns, for some milliseconds, and computed in the cheapest way that holds: as it is,
@@ -193,8 +192,8 @@ def _replace(library: Any, key: str) -> None:
 
 def _has_kernel(overload: Any, key: str) -> bool:
     """Return whether an operator has a kernel that runs below autograd."""
-    keys = (key, "CompositeExplicitAutograd")
-    return any(has_kernel(overload.name(), each) for each in keys)
+    keys = (getattr(torch.DispatchKey, name) for name in (key, "CompositeExplicitAutograd"))
+    return any(overload.has_kernel_for_dispatch_key(each) for each in keys)
 
 
 def _replace_operator(library: Any, key: str, overload: Any, function: Callable[..., Any]) -> None:

@@ -172,8 +172,12 @@ MEASURES = [
 ]
 
 
-# The definition of moe_experts reads the sizes of its groups of rows; no kernel does.
-DEFINITIONS = [ROOT / "liger_ops/ops/experts/rows.py"]
+# The definition of moe_experts reads the sizes of its groups of rows, and that of varlen_attention,
+# within `invariant`, its documents; no kernel does.
+DEFINITIONS = [
+    ROOT / "liger_ops/ops/experts/rows.py",
+    ROOT / "liger_ops/ops/attention/document_blocks.py",
+]
 
 
 # torch_npu's operator takes the ends of documents as numbers, on the host. Where the common code
