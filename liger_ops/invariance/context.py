@@ -135,11 +135,15 @@ def _context() -> Iterator[None]:
 def _change(change: int) -> None:
     global _installed
     with _lock:
-        if invariant_mode.count(change) == (1 if change > 0 else 0):
-            if change > 0:
+        is_open, stays_open = invariant_mode.is_invariant(), invariant_mode.count(change) > 0
+        if stays_open and not is_open:
+            try:
                 _installed = _install()
-            else:
-                _installed.close()
+            except BaseException:
+                invariant_mode.count(-change)
+                raise
+        elif not stays_open:
+            _installed.close()
 
 
 def _install() -> ExitStack:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .products import is_rounded
 from .rows import Results, aligned, compute, described, names_of
 
 # Those that PyTorch does not tag as elementwise.
@@ -22,15 +23,15 @@ UNTAGGED = (
 )  # fmt: skip
 # Operators with one right result, by the names of their packets, and one with a memory format.
 LEFT_OUT = {
-    "abs", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max",
-    "clamp_min", "clone", "copysign", "div", "eq", "floor", "fmax", "fmin", "frac", "ge", "gt",
+    "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max",
+    "clamp_min", "clone", "copysign", "eq", "floor", "fmax", "fmin", "frac", "ge", "gt",
     "hardshrink", "hardtanh", "isinf", "isnan", "isneginf", "isposinf", "le", "logical_and",
-    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul",
-    "nan_to_num", "ne", "neg", "nextafter", "reciprocal", "relu", "round", "sgn", "sign", "signbit",
-    "sqrt", "threshold", "threshold_backward", "trunc", "where",
+    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum",
+    "nan_to_num", "ne", "neg", "nextafter", "relu", "round", "sign", "signbit",
+    "threshold", "threshold_backward", "trunc", "where",
 }  # fmt: skip
-# Those that are so too unless they multiply by a number before they round.
-SUMS = {"add", "sub", "rsub"}
+# Those that have one for real numbers, the last three if they do not multiply by a number first.
+OF_REALS = {"abs", "div", "mul", "reciprocal", "sgn", "sqrt", "add", "sub", "rsub"}
 # Below this many elements PyTorch does not divide a tensor among threads, at any place of a vector.
 PIECE = 2**14
 # A multiple of the elements of any CPU's vectors, and of how many of them a loop takes.
@@ -59,10 +60,9 @@ def by_elements(overload: Any, base: Callable[..., Any], *args: Any, **options: 
     of_elements = [
         name for name, value in given.items() if isinstance(value, Tensor) and value.dim()
     ]
-    if overload.overloadpacket.__name__ in SUMS and given.get("alpha", 1) == 1:
-        return NotImplemented
     tensors = [given[name] for name in of_elements]
-    if not any(x.is_floating_point() or x.is_complex() for x in tensors):
+    is_exact = overload.overloadpacket.__name__ in OF_REALS and given.get("alpha", 1) == 1
+    if not any(x.is_complex() or (is_rounded(x) and not is_exact) for x in tensors):
         return NotImplemented
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     if 0 in shape:

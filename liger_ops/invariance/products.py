@@ -10,7 +10,7 @@ A product whose left operand is a transposed matrix and whose right one is not, 
 weight, dy.T @ x, is taken for a sum over rows: it is computed as it is.
 
 The functions that replace an operator take it and its own function first, and return NotImplemented
-where that is to be called.
+where that is to be called as it is.
 """
 
 from __future__ import annotations
@@ -38,15 +38,9 @@ def mm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) -> 
 
 
 def addmm(
-    overload: Any,
-    base: Base,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *dtype: torch.dtype,
-    beta: Any = 1,
-    alpha: Any = 1,
-) -> Tensor:
+    overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *dtype: torch.dtype,
+    beta: Any = 1, alpha: Any = 1,
+) -> Tensor:  # fmt: skip
     """Compute beta * x + alpha * a @ b as a function of the rows of a, and of x if it has some."""
     options = {"beta": beta, "alpha": alpha}
     if _is_left_alone(a, b):
@@ -64,15 +58,9 @@ def bmm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) ->
 
 
 def baddbmm(
-    overload: Any,
-    base: Base,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *dtype: torch.dtype,
-    beta: Any = 1,
-    alpha: Any = 1,
-) -> Tensor:
+    overload: Any, base: Base, x: Tensor, a: Tensor, b: Tensor, *dtype: torch.dtype,
+    beta: Any = 1, alpha: Any = 1,
+) -> Tensor:  # fmt: skip
     """Compute each product by a kernel of this package on a GPU, or as addmm."""
     options = {"beta": beta, "alpha": alpha}
     if not is_rounded(a) or 0 in (a.numel(), b.numel()):
@@ -106,7 +94,6 @@ def grouped_mm(
     """
     if a.dim() != 2 or b.dim() != 3 or offs is None or a.shape[0] == 0 or any(rest[:1]):
         return NotImplemented
-
     if not a.is_cuda:
         y = a.new_zeros((a.shape[0], b.shape[2]))
         ends = offs.tolist()

@@ -77,6 +77,9 @@ FUNCTIONS: dict[str, Function] = {
     "rms_norm": lambda x: F.rms_norm(x, (40,)),
     "silu": F.silu,
     "pow": lambda x: x.abs() ** 1.3,
+    "complex": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.float().unflatten(1, (20, 2))) * (0.3 + 0.7j)
+    ).flatten(1),
     "a number": lambda x: 2 / (x * x + 3),
     "elementwise in place": lambda x: x.clone().sigmoid_(),
 }  # fmt: skip
