@@ -33,6 +33,7 @@ import paths  # noqa: F401
 from launch_cases import compiled as compiled_cases
 from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import TokenTensors
+from liger_ops.lowering.cuda import product
 from liger_ops.lowering.cuda.attention import (
     cudnn_engine,
     multi_token_attention,
@@ -91,6 +92,7 @@ def calls() -> Iterator[Callable[[], Any]]:
             for sparse in (False, True):
                 yield partial(multi_token_attention.launch_forward, x, x, sparse)
                 yield partial(multi_token_attention.launch_backward, x, x, x, sparse)
+        yield partial(multiply, torch.empty(2, 100, 4096, dtype=dtype))
         yield partial(finish_gradients, torch.empty(4, 64, dtype=dtype))
         yield partial(complete_attention, torch.empty(64, 4, 64, dtype=dtype))
         for V in (100, 4096, 32768, 128256):
@@ -114,6 +116,15 @@ def losses_between_products(logits: torch.Tensor) -> Iterator[Callable[[], Any]]
         )
     known = (logits, logits, target, "jsd", 0.5, 0.7, None, -100, row, row, row, row)
     yield partial(library.OPS["divergence_forward"].kernels["cuda"], *known)
+
+
+def multiply(a: torch.Tensor) -> None:
+    """Call the products of `liger_ops.invariant`: by a weight as it is in memory, by a transposed
+    one, and with sums and columns that fill no tile."""
+    weight = a.new_empty(2, 4096, 4096)
+    for b in (weight, weight.mT):
+        product.product(a, b)
+    product.product(a[..., :33].contiguous(), weight[:, :33, :100])
 
 
 def complete_attention(y: torch.Tensor) -> None:
