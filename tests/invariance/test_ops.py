@@ -47,5 +47,4 @@ def test_rows_have_the_same_bits(op: OpUnderTest, implementation: str, dtype: to
             with pytest.raises(NotInvariantError, match="convolution"):
                 assert_rows_are_independent(op, implementation, case)
             return
-        for seed in (0, 33):
-            assert_rows_are_independent(op, implementation, replace(case, seed=seed))
+        assert_rows_are_independent(op, implementation, replace(case, seed=33))
