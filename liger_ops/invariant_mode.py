@@ -28,15 +28,13 @@ class AsTheyAre(threading.local):
     """A context in which PyTorch's operators are as they are, in this thread: within an operator's
     own function, which was tried as a whole, and within a trial."""
 
-    active = False
-    _before: list[bool] = []
+    depth = 0
 
     def __enter__(self) -> None:
-        self._before = [*self._before, self.active]
-        self.active = True
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self.active = self._before.pop()
+        self.depth -= 1
 
 
 as_they_are = AsTheyAre()

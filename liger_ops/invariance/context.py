@@ -252,7 +252,7 @@ def _implementation(
                 return kernel.call_boxed(keyset, *args, **options)
 
         results: Any = NotImplemented
-        if not invariant_mode.as_they_are.active:
+        if not invariant_mode.as_they_are.depth:
             results = function(overload, base, *args, **given)
         if results is NotImplemented:
             return kernel_of_form.call_boxed(keyset, *args, **options)
