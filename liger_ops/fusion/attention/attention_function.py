@@ -46,6 +46,7 @@ from ...rewrites.attention.mask.blocks import (
 )
 from ...torch_private import has_triton, native_attention
 from ..versions import read
+from .cached_attention import CachedDocuments, attend_cached, cached_documents
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -152,7 +153,7 @@ def attention_function(
         dropout: float = 0.0, scaling: float | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         now = original if current is None else current()
-        if isinstance(attention_mask, (AnnotatedBlockMask, Documents)):
+        if isinstance(attention_mask, (AnnotatedBlockMask, Documents, CachedDocuments)):
             sinks = others.get("s_aux") if has_sinks else None
             softcap = others.get("softcap")
             is_supported = all(others.get(name) is None for name in UNSUPPORTED) and dropout == 0
@@ -167,6 +168,11 @@ def attention_function(
             ):
                 operands = (query, key, value, attention_mask, scaling, sinks, softcap)
                 return _attention(*operands), None
+            if isinstance(attention_mask, CachedDocuments):
+                raise NotInvariantError(
+                    "liger_ops.invariant: queries that follow a cache are covered without dropout,"
+                    " output_attentions and position biases"
+                )
             attention_mask = dense(attention_mask, query.shape[0], query.shape[2])
             if adds:
                 zero, low = torch.zeros_like(query[:1, :1, :1, :1]), torch.finfo(query.dtype).min
@@ -187,7 +193,7 @@ def _are_scales(*numbers: Any) -> bool:
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor,
-    mask: AnnotatedBlockMask | Documents, scale: float | None,
+    mask: AnnotatedBlockMask | Documents | CachedDocuments, scale: float | None,
     sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Compute attention of (batch, heads, length, D) with a mask: (batch, length, heads, D).
@@ -206,6 +212,8 @@ def _attention(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     operands = (query, key, value)
+    if isinstance(mask, CachedDocuments):
+        return attend_cached(operands, mask, scale, softcap, sinks)
     if isinstance(mask, Documents):
         batch, _, length, _ = query.shape
         return attend(called, operands, mask, batch, length, scale, softcap, sinks)
@@ -290,12 +298,13 @@ def mask_function(
             called.
     """
 
-    def mask(*args: Any, **given: Any) -> Any:
+    def mask_of(*args: Any, **given: Any) -> Any:
         now = original if current is None else current()
         if now is not original:
             return now(*args, **given)
         if args or not _is_for_engines(given):
-            return original(*args, **given)
+            mask = None if args or not is_invariant() else _cached(given)
+            return original(*args, **given) if mask is None else mask
         padding, size = given.get("attention_mask"), _size_of_window(given)
         if padding is not None and not is_tracing(padding) and bool(padding.all()):
             padding = None
@@ -311,7 +320,7 @@ def mask_function(
             return original(*args, **given)
         return _make_block_mask(given, _padded(given["mask_function"], padding), gives_means)
 
-    return mask
+    return mask_of
 
 
 def documents_function(
@@ -362,6 +371,14 @@ def _size_of_window(given: dict[str, Any]) -> int | None:
     # The size of a chunk is a local_size too.
     is_window = config is not None and read(config, "attention_chunk_size") is None
     return size if is_window else None
+
+
+def _cached(given: dict[str, Any]) -> CachedDocuments | None:
+    """Return the mask of queries that follow a cache, or of one token; None for another mask."""
+    if given.get("use_vmap", False):
+        return None
+    size = _size_of_window({**given, "kv_length": given["q_length"] + given["kv_length"]})
+    return None if size is None else cached_documents(given, size)
 
 
 def _documents(given: dict[str, Any], padding: Tensor | None, size: int) -> Documents:
