@@ -79,19 +79,27 @@ def invariant(model: Any = None, inputs: Any = None) -> Any:
       softmaxes along axes behind the first. Each is tried with random rows at its first use with
       new columns, for some milliseconds, and computed in the cheapest way that holds: as it is,
       with 64 rows or more, by a kernel of this package, or in blocks of 64 rows;
-    * scaled_dot_product_attention without a mask or dropout; and, in a model after `fuse`, with
-      padding, windows and packed documents. Both are `varlen_attention` by its engine "triton".
+    * scaled_dot_product_attention without a mask or dropout; and, in a model after `fuse` or
+      `torch.compile`, with padding, windows and packed documents. Both are `varlen_attention` by
+      its engine "triton";
+    * in a model after `fuse`, queries that follow a cache, also one of a sliding window: a token of
+      `generate` has the bits that it has in the whole sequence. It costs the attention of all
+      tokens so far.
 
-    What cannot be computed so is refused by name: other masks, queries that follow a cache (use
-    `generate(use_cache=False)`), convolutions, batch and group norms. Attention that a model
+    Functions of `torch.compile`, whatever their backend, are compiled anew: with all rewrites of
+    the backend `liger`, and then operator by operator, because Inductor divides sums by the size of
+    the batch. After the context the code from before it is used again.
+
+    What cannot be computed so is refused by name: other masks, convolutions, batch and group norms.
+    Attention that a model
     computes with products of its own is not noticed, because its sums are ordinary products; the
     report finds it. Elementwise operators are covered on a CPU and trusted on a GPU. Scatters and
     index_add keep PyTorch's order, which is not fixed on a GPU unless
     `torch.use_deterministic_algorithms` says so.
 
     The bits are those of one device and one version of PyTorch: a fused model may have others than
-    the model before `fuse`. Functions of `torch.compile` run uncompiled within the context.
-    Contexts nest; the last one that ends restores PyTorch's operators and settings.
+    the model before `fuse`. Contexts nest; the last one that ends restores PyTorch's operators and
+    settings. `liger_ops.enable(invariant=True)` opens one for the process.
 
     On an NPU the same operators are replaced; that was never run on one.
 
@@ -157,8 +165,14 @@ def _install() -> ExitStack:
                 _replace(library, key)
         if torch.cuda.is_available():
             _choose_products(stack)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance(force_backend=_backend))
         return stack.pop_all()
+
+
+def _backend(module: Any, example_inputs: Any) -> Any:
+    from ..rewrites.invariant_backend import invariant_backend
+
+    return invariant_backend(module, example_inputs)
 
 
 def _keys() -> Iterator[str]:

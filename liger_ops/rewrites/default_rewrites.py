@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
+from ..invariant_mode import is_invariant
 from . import REWRITES
 
 # The options of the backend `liger`. It hands other options to the inner backend.
@@ -31,6 +32,7 @@ KEPT_BY_INDUCTOR = frozenset(
 
 
 # Rewrites to flex_attention, which Inductor compiles; another backend would compute dense scores.
+# Within `liger_ops.invariant` they make varlen_attention alone.
 NEEDS_INDUCTOR = frozenset({"masked_attention", "eager_attention"})
 
 
@@ -43,7 +45,8 @@ def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:
         TypeError: `names` is neither a string nor a list, tuple or set.
         ValueError: a rewrite does not exist, or runs only before Inductor.
     """
-    available = [name for name in REWRITES if before_inductor or name not in NEEDS_INDUCTOR]
+    has_attention = before_inductor or is_invariant()
+    available = [name for name in REWRITES if has_attention or name not in NEEDS_INDUCTOR]
     if names is None:
         kept = KEPT_BY_INDUCTOR if before_inductor else ()
         return [name for name in available if name not in kept]

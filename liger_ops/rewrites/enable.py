@@ -8,6 +8,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from ..compile_cache import package_hash
+from ..invariance import invariant as in_invariant_mode
 from ..torch_private import CustomGraphPass, inductor, inductor_config
 from . import rewrite
 from .default_rewrites import checked_flag, chosen
@@ -123,7 +125,10 @@ _lock = threading.Lock()
 _is_inner: ContextVar[bool] = ContextVar("liger_ops: Inductor calls itself", default=False)
 
 
-def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None = None) -> Enabled:
+def enable(
+    rewrites: str | Collection[str] | None = None, *, strict: bool | None = None,
+    invariant: bool = False,
+) -> Enabled:  # fmt: skip
     """Let every `torch.compile` of this process that goes to Inductor use the ops.
 
         liger_ops.enable()
@@ -152,13 +157,17 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
             before Inductor.
         strict: whether an exception in a rewrite is raised; by default the graph stays unchanged,
             with a warning.
+        invariant: whether `liger_ops.invariant` is in force for the process until the call is
+            undone. Functions of `torch.compile` are then compiled as is said there.
 
     Raises:
-        TypeError: rewrites or strict has another type.
+        TypeError: rewrites, strict or invariant has another type.
         ValueError: rewrites names a rewrite that does not exist.
     """
     names = chosen(rewrites, True, "enable: rewrites")
     call = Enabled(LigerGraphPass(names, checked_flag(strict, "enable: strict"), True))
+    if checked_flag(invariant, "enable: invariant"):
+        call.undoing.enter_context(in_invariant_mode())
     with _lock:
         _calls.append(call)
         if not isinstance(inductor.compile_fx, WithRewrites):
@@ -176,7 +185,7 @@ class Enabled:
     """The result of `enable`: as a context manager it undoes the call."""
 
     def __init__(self, ours: LigerGraphPass) -> None:
-        self.ours = ours
+        self.ours, self.undoing = ours, ExitStack()
 
     def __enter__(self) -> Enabled:
         return self
@@ -188,6 +197,8 @@ class Enabled:
 
 def _undo(calls: Collection[Enabled]) -> None:
     _calls[:] = [call for call in _calls if call not in calls]
+    for call in calls:
+        call.undoing.close()
     if not _calls and isinstance(inductor.compile_fx, WithRewrites):
         inductor.compile_fx = inductor.compile_fx.compile_fx
 

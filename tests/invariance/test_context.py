@@ -73,7 +73,7 @@ def test_every_thread_is_included() -> None:
     assert names == ["a matrix product"]
 
 
-def test_compiled_functions_run_as_they_are_written() -> None:
+def test_compiled_functions_are_compiled_anew_and_restored() -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -81,11 +81,26 @@ def test_compiled_functions_run_as_they_are_written() -> None:
         return graph.forward
 
     compiled = torch.compile(lambda x: x @ x.t(), backend=backend)
-    with liger_ops.invariant():
-        assert recorded(lambda: compiled(X)) == ["a matrix product"]
-    assert not graphs
     compiled(X)
-    assert graphs
+    for _ in range(2):
+        with liger_ops.invariant():
+            assert recorded(lambda: compiled(X)) == ["a matrix product"]
+    assert recorded(lambda: compiled(X)) == []
+    assert len(graphs) == 1
+
+
+def test_enable_opens_a_context_until_it_is_undone() -> None:
+    with liger_ops.enable(invariant=True):
+        assert recorded(product) == ["a matrix product"]
+    assert recorded(product) == []
+    liger_ops.enable(invariant=True)
+    liger_ops.enable()
+    liger_ops.disable()
+    assert invariant_mode.is_invariant()
+    liger_ops.disable()
+    assert not invariant_mode.is_invariant()
+    with pytest.raises(TypeError, match="enable: invariant must be a bool"):
+        liger_ops.enable(invariant=1)  # type: ignore[arg-type]
 
 
 def test_out_and_in_place_forms_write_where_they_should() -> None:

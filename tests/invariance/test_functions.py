@@ -147,9 +147,26 @@ def test_attention_does_not_depend_on_what_follows_or_on_the_batch() -> None:
                 assert torch.equal(dx[part], expected[part])
         first = (x[:, :, :70] for x in (q, k, v))
         assert torch.equal(F.scaled_dot_product_attention(*first, is_causal=True), whole[:, :, :70])
+        last = F.scaled_dot_product_attention(q[:, :, -1:], k, v)
+        assert torch.equal(last, whole[:, :, -1:])
     torch.testing.assert_close(
         whole, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("queries, keys", [(3, 70), (70, 3)])
+def test_attention_to_other_keys_than_the_queries(queries: int, keys: int) -> None:
+    sizes = (queries, keys, keys)
+    operands = [torch.randn(2, 4, n, 16).to(DEVICE).requires_grad_() for n in sizes]
+    dy = torch.randn(2, 4, queries, 16).to(DEVICE)
+    with liger_ops.invariant():
+        y = F.scaled_dot_product_attention(*operands)
+        gradients = torch.autograd.grad(y, operands, dy)
+    expected = F.scaled_dot_product_attention(*operands)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+    of_expected = torch.autograd.grad(expected, operands, dy)
+    torch.testing.assert_close(gradients, of_expected, atol=1e-4, rtol=1e-4)
 
 
 def product_of_a_transposed_matrix() -> Tensor:
@@ -164,7 +181,8 @@ REFUSED: dict[str, Callable[[], object]] = {
         attn_mask=torch.ones(4, 4, dtype=torch.bool, device=DEVICE),
     ),
     "scaled_dot_product_attention is covered": lambda: F.scaled_dot_product_attention(
-        torch.randn(1, 2, 1, 8, device=DEVICE), *torch.randn(2, 1, 2, 4, 8, device=DEVICE)
+        torch.randn(1, 2, 2, 8, device=DEVICE), *torch.randn(2, 1, 2, 4, 8, device=DEVICE),
+        is_causal=True,
     ),
     "convolution": lambda: F.conv1d(
         torch.randn(1, 4, 8, device=DEVICE), torch.randn(4, 4, 2, device=DEVICE)

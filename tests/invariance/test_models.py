@@ -89,14 +89,33 @@ def results(model: Any, batch: dict[str, Tensor], row: int, first: int) -> tuple
     return log_prob.detach(), gradient[row, span]
 
 
+def fused(model: Any) -> Any:
+    liger_ops.fuse(model)
+    return model
+
+
+def compiled(model: Any) -> Any:
+    torch.compiler.reset()
+    # Of its forward, because get_input_embeddings is called of the model.
+    model.forward = torch.compile(model.forward, backend="liger")
+    return model
+
+
+# These two have windows, sinks and experts; a graph of either takes some seconds to compile.
+COMPILED = ("Gemma3Text", "GptOss") if DEVICE == "cpu" else tuple(FAMILIES)
+DOORS = [(family, fused) for family in FAMILIES] + [(family, compiled) for family in COMPILED]
+
+
 @pytest.mark.device_kernels
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sequence_has_the_same_bits_in_every_batch(family: str) -> None:
+@pytest.mark.parametrize("family, door", DOORS)
+def test_a_sequence_has_the_same_bits_in_every_batch(
+    family: str, door: Callable[[Any], Any]
+) -> None:
     model = model_of(family)
     sequence = torch.randint(1, V, (1, LENGTH), device=DEVICE)
     alone = {"input_ids": sequence}
     reference = results(model, alone, 0, 0)
-    liger_ops.fuse(model)
+    model = door(model)
     with liger_ops.invariant():
         expected = results(model, alone, 0, 0)
         for name, (batch, row, first) in batches_of(sequence).items():
@@ -108,6 +127,25 @@ def test_a_sequence_has_the_same_bits_in_every_batch(family: str) -> None:
         assert torch.equal(prefix, model(input_ids=sequence).logits[:, :17])
     for found, of_sequence in zip(expected, reference, strict=True):
         torch.testing.assert_close(found, of_sequence, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_after_a_cache_has_the_bits_of_the_whole_sequence(family: str) -> None:
+    model = model_of(family)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    model = fused(model)
+    tokens = torch.randint(1, V, (2, 11), device=DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 7, "use_cache": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    with liger_ops.invariant(), torch.no_grad():
+        sampled = model.generate(tokens, attention_mask=mask, **options)
+        logits = torch.stack(sampled.logits, 1)
+        for row, first in ((0, 4), (1, 0)):
+            whole = model(input_ids=sampled.sequences[row : row + 1, first:]).logits
+            assert torch.equal(whole[0, -8:-1], logits[row])
 
 
 def test_the_report_names_the_modules_that_are_not_covered() -> None:

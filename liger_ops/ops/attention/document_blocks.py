@@ -1,7 +1,9 @@
 """The definition of varlen_attention in blocks of always the same size: each sum is of as many
 numbers, in an order that depends on the places of query and key in their document alone.
 
-Its products are between BLOCK queries and BLOCK keys, which zeros complete.
+Its products are between BLOCK queries and BLOCK keys, which zeros complete. What is computed with a
+block is always computed with tensors of the same shapes, strides and alignment, so PyTorch's
+operators are taken as they are there.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ...invariant_mode import as_they_are
 
 BLOCK = 64
 
@@ -34,7 +38,8 @@ def forward(call: Any, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor
     for document in _documents(call):
         operands = _Operands(call, document, dtype, scale)
         for first in range(0, document.length, BLOCK):
-            mixed, lse_of_block = _attend(operands, first, sinks)
+            with as_they_are:
+                mixed, lse_of_block = _attend(operands, first, sinks)
             size = min(BLOCK, document.length - first)
             tokens = slice(document.tokens.start + first, document.tokens.start + first + size)
             y[tokens] = mixed[:, :size].transpose(0, 1).to(y.dtype)
@@ -83,18 +88,12 @@ def backward(call: Any, dtype: torch.dtype, scale: float) -> list[Tensor | None]
         of_document = [F.pad(x[:, document.tokens], padding) for x in (lse, delta)]
         gradients = [torch.zeros_like(x) for x in (operands.query, operands.key, operands.value)]
         for first in range(0, document.length, BLOCK):
-            query, dy_block = (operands.queries(x, first) for x in (operands.query, dy))
-            lse_block, delta_block = (operands.queries(x, first) for x in of_document)
+            of_queries = [operands.queries(x, first) for x in (operands.query, dy, *of_document)]
             for start in operands.blocks_of_keys(first):
-                scores, slope, seen = operands.scores(query, first, start)
-                p = torch.where(seen, (scores - lse_block.unsqueeze(-1)).exp(), 0.0)
-                dp = dy_block @ operands.keys(operands.value, start).mT
-                ds = torch.where(seen, p * (dp - delta_block.unsqueeze(-1)) * slope * scale, 0.0)
-                key = operands.keys(operands.key, start)
-                of_queries, of_keys = slice(first, first + BLOCK), slice(start, start + BLOCK)
-                gradients[0][:, of_queries] += ds @ key
-                gradients[1][:, of_keys] += operands.of_key_heads(ds.mT @ query)
-                gradients[2][:, of_keys] += operands.of_key_heads(p.mT @ dy_block)
+                with as_they_are:
+                    parts = _gradients_of_block(operands, first, start, *of_queries)
+                for gradient, at, part in zip(gradients, (first, start, start), parts, strict=True):
+                    gradient[:, at : at + BLOCK] += part
         outputs = (dquery, dkey, dvalue)
         for output, gradient in zip(outputs, gradients, strict=True):
             output[document.tokens] = gradient[:, : document.length].transpose(0, 1)
@@ -104,6 +103,24 @@ def backward(call: Any, dtype: torch.dtype, scale: float) -> list[Tensor | None]
         sinks = call.sinks.to(dtype).view(-1, 1)
         dsinks = -torch.where(inside, (sinks - lse).exp() * delta, 0.0).sum(-1)
     return [dquery, dkey, dvalue, dsinks]
+
+
+def _gradients_of_block(
+    operands: _Operands, first: int, start: int, query: Tensor, dy: Tensor, lse: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return what the queries of the block at `first` and the keys of the block at `start` add to
+    the gradients of query, key and value."""
+    scores, slope, seen = operands.scores(query, first, start)
+    p = torch.where(seen, (scores - lse.unsqueeze(-1)).exp(), 0.0)
+    dp = dy @ operands.keys(operands.value, start).mT
+    ds = p * (dp - delta.unsqueeze(-1)) * slope * operands.scale
+    ds = torch.where(seen, ds, 0.0)
+    return (
+        ds @ operands.keys(operands.key, start),
+        operands.of_key_heads(ds.mT @ query),
+        operands.of_key_heads(p.mT @ dy),
+    )
 
 
 def _documents(call: Any) -> Iterator[_Document]:
@@ -131,7 +148,7 @@ class _Operands:
         return F.pad(rows, (0, 0, 0, -document.length % BLOCK))
 
     def queries(self, x: Tensor, first: int) -> Tensor:
-        return x[:, first : first + BLOCK]
+        return x[:, first : first + BLOCK].clone(memory_format=torch.contiguous_format)
 
     def keys(self, x: Tensor, start: int) -> Tensor:
         return x[:, start : start + BLOCK].repeat_interleave(self.group, 0)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...invariant_mode import is_invariant
 from ..engine.canonical import canonical, same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.insertion import Emitter, Refused, viewed
@@ -66,7 +67,8 @@ from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "masked_attention"
 UNFUSED = "eager_attention"
-# Devices on which flex_attention has a fast kernel, forward and backward.
+# Devices on which flex_attention has a fast kernel, forward and backward. Within
+# `liger_ops.invariant` every device, dtype and size is rewritten, to varlen_attention alone.
 DEVICES = ("cuda",)
 LEAST_HEAD_DIM = 16
 # Forward and backward on an H100, 16 heads of 128 and 8 of keys, a quarter padding, ms by
@@ -91,7 +93,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         report.superseded(node)
         return new
 
-    candidates = functools.partial(masked_calls, OP, report, DEVICES)
+    devices = () if is_invariant() else DEVICES
+    candidates = functools.partial(masked_calls, OP, report, devices)
     replace_candidates(graph, report, OP, candidates, replacement, data=True)
 
 
@@ -101,7 +104,7 @@ def rewrite_unfused(graph: fx.Graph, report: Report) -> None:
     def candidates(scope: Scope, state: GraphState) -> Iterator[Candidate]:
         # The rewrite "attention" reports what only comes near.
         for node, attention in unfused_attentions(UNFUSED, report, scope, state, reports=False):
-            if value(node).device.type in DEVICES:
+            if is_invariant() or value(node).device.type in DEVICES:
                 report.superseded(node)
                 yield node, attention
 
@@ -147,6 +150,8 @@ def _replacement(
         options = (attention.scale, attention.softcap, attention.sinks)
         by_token = attend(emit, qkv, documents, batch, length, *options)
         call = result = emit(torch.transpose, by_token, 1, 2)
+    elif is_invariant():
+        raise Refused("its mask is not one of padding, causal windows and packed documents")
     else:
         block_mask = _block_mask(attention, condition, scope, mask_nodes, operands, shows_unseen)
         call = flex_attention.attend(
@@ -277,6 +282,8 @@ def unsupported(node: fx.Node, operands: Operands) -> str | None:
         return "flex_attention takes tensors of 4 dimensions"
     if not same(query.shape[0], key.shape[0]) or not same(query.shape[0], values.shape[0]):
         return "its queries and keys are broadcast against each other"
+    if is_invariant():
+        return None
     if value(node).dtype not in FLASH_DTYPES:
         return f"flex_attention is slow in {value(node).dtype}"
     for size in (query.shape[-1], values.shape[-1]):
