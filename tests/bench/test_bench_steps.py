@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
-from liger_ops.bench.steps import model
+from liger_ops.bench.steps import heads, model
 
 RESULT = {
     "losses": [1.0], "warm_up_s": 9.0, "ms": 1.0, "ms_20": 1.0, "ms_80": 1.0, "gib": 0.5,
@@ -77,3 +77,12 @@ def test_each_way_is_told_when_it_starts(
     expected = {"eager": "runs ...", "compile": first, "fused": "runs ...", "fused-compile": first}
     assert started == [[f"{way:14} {text}"] for way, text in expected.items()]
     assert not capsys.readouterr().err
+
+
+def test_each_head_runs() -> None:
+    found = heads.calls(8, 16, 64, 3, "cpu")
+    assert list(found) == [
+        "linear_cross_entropy", "linear_log_prob", "score centering", "linear_top_k", "forward",
+    ]  # fmt: skip
+    for call in found.values():
+        call()

@@ -21,6 +21,7 @@ exit status is 1 if there is such a way, or one that fails.
     fused           the model after liger_ops.fuse(), eager
     fused-compile   torch.compile of the fused model
     fused-invariant the fused model within liger_ops.invariant(), eager
+    liger-invariant the same as liger, within liger_ops.invariant()
     liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU a small model runs on the CPU, whose
@@ -54,7 +55,8 @@ from .models import BATCHES, CHANNELS_LAST, TEXT, UNETS, Batch, text_model, unet
 SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 
 DEFAULT_WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
-WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", "fused-invariant", "liger-kernel")
+INVARIANT = ("fused-invariant", "liger-invariant")
+WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", *INVARIANT, "liger-kernel")
 README_WAYS = ("eager", "compile", "liger-kernel", "liger", "enabled", "fused", "fused-compile")
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
@@ -198,7 +200,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if way.startswith("fused"):
         liger_ops.fuse(model)
-    if way == "fused-invariant":
+    if way in INVARIANT:
         # The process measures this way alone.
         liger_ops.invariant().__enter__()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
