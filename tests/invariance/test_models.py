@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import liger_ops
 from op_under_test import DEVICE
 
-LENGTH, PADDING, V = 41, 23, 101
+LENGTH, PADDING, V = 70, 23, 101
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": V, "use_cache": False,

@@ -40,6 +40,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
 
@@ -182,6 +183,11 @@ def table(shape: str, results: Mapping[str, dict[str, Any]]) -> str:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one way, in this process."""
+    with liger_ops.invariant() if options.ways[0] in INVARIANT else nullcontext():
+        return _measure(options)
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     (way,) = options.ways
     if way == "liger-kernel":
         patches = importlib.import_module("liger_kernel.transformers")
@@ -200,9 +206,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if way.startswith("fused"):
         liger_ops.fuse(model)
-    if way in INVARIANT:
-        # The process measures this way alone.
-        liger_ops.invariant().__enter__()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = compiled(way, loss_of)
 

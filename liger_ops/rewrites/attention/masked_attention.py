@@ -47,6 +47,7 @@ from .attention import (
     Candidate,
     Mask,
     States,
+    attentions,
     mask_of,
     masked_calls,
     obstacle,
@@ -93,9 +94,17 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         report.superseded(node)
         return new
 
-    devices = () if is_invariant() else DEVICES
-    candidates = functools.partial(masked_calls, OP, report, devices)
+    candidates = functools.partial(masked_calls, OP, report, DEVICES)
+    if is_invariant():
+        candidates = functools.partial(_every_call, report)
     replace_candidates(graph, report, OP, candidates, replacement, data=True)
+
+
+def _every_call(report: Report, scope: Scope, _: GraphState) -> Iterator[Candidate]:
+    # Causal attention too, with repeated heads too: a gradient is summed over them in one order.
+    for node, arguments in attentions(scope.graph, OP, report):
+        if arguments["attn_mask"] is not None or arguments["is_causal"] is True:
+            yield node, (node, arguments)
 
 
 def rewrite_unfused(graph: fx.Graph, report: Report) -> None:
@@ -124,9 +133,9 @@ def _attention_of_call(node: fx.Node, arguments: dict[str, Any]) -> UnfusedAtten
     scale = scale_of_call(arguments.get("scale"), head_dim)
     assert scale is not None
     query, key, values = (Operand(arguments[name]) for name in ("query", "key", "value"))
-    mask = mask_of(arguments)
+    masks = () if arguments["attn_mask"] is None else (mask_of(arguments),)
     return UnfusedAttention(
-        node, query, key, values, scale, None, (mask,), None, (), frozenset({node})
+        node, query, key, values, scale, None, masks, None, (), frozenset({node})
     )
 
 
@@ -139,11 +148,14 @@ def _replacement(
     if reason := unsupported(root, operands):
         raise Refused(reason)
     shape = (*value(operands[0]).shape[:-1], value(operands[1]).shape[-2])
-    condition = _condition(attention, scope, states, shape)
-    shows_unseen = _shows_unseen(attention, condition, scope, shape)
+    is_causal = attention.is_call and not attention.masks
+    condition = True if is_causal else _condition(attention, scope, states, shape)
+    shows_unseen = not is_causal and _shows_unseen(attention, condition, scope, shape)
     emit = Emitter(root, value(root))
     qkv = grouped(emit, root, operands)
-    seen = sight(condition, shape, scope) if same(shape[-2], shape[-1]) else None
+    seen = None
+    if same(shape[-2], shape[-1]):
+        seen = Sight(-1, True, False) if is_causal else sight(condition, shape, scope)
     if seen is not None and not shows_unseen:
         batch, length = emit.size(operands[0], 0), emit.size(operands[0], -2)
         documents = _documents(attention, seen, scope, mask_nodes, operands)
