@@ -250,16 +250,22 @@ class _Page:
             if not made:
                 continue
             points = Points()
+            missing: dict[str, str] = {}
             for one in made:
                 record = self.records[one.name]
                 if record.error:
                     self._failed(f"{part}, {one.words[0]}", record.error, True)
-                else:
-                    points.add(files.points_of(record.result["points"]))
+                    continue
+                for text in record.result["lost"]:
+                    self._failed(f"{part}, {one.words[0]}", text, True)
+                points.add(files.points_of(record.result["points"]))
+                missing |= record.result["missing"]
             everything.add(points)
             lines += [f"## {part.capitalize()}", "", *([] if lines else [OPS_ARE, ""])]
             lines += [f"The device {rates(points)}.", ""] if rates(points) else []
             lines += [*self._ops(points), ""]
+            lines += [f"No {peer}: {reason}" for peer, reason in missing.items()]
+            lines += [""] if missing else []
         lost = losses(everything)
         if lines and not is_cpu(self.device):
             total = len(

@@ -37,12 +37,11 @@ CURVES = FAMILIES[:4]
 CURVE_WAYS = ("float32", "bfloat16", "fused", "liger")
 HEADS = tuple(op for op in ENTRIES if op.startswith("linear_"))
 HEAD_SHAPES = "llama-3.2-1b,qwen3-8b,gemma3-4b"
-# The kernels of most models come first, then all others.
-FIRST = (
+# The kernels of most models.
+KERNELS = (
     *("rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "rope", "rms_norm_rope"),
     *("cross_entropy", "varlen_attention", "moe_experts", "log_prob", "embedding", "lora_linear"),
 )
-KERNELS = tuple(dict.fromkeys((*FIRST, *(op for op in ENTRIES if op not in HEADS))))
 # The model whose shape an op is timed at, if it has one; otherwise at its first.
 MODEL = "llama-3.1-8b"
 
@@ -57,7 +56,8 @@ class Measurement(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "_".join((*(["quick"] if self.quick else []), self.part, *self.words[:3]))
+        words = "_".join((self.part, *self.words)).replace(",", "_")
+        return f"quick_{words}" if self.quick else words
 
     def __str__(self) -> str:
         return " ".join((self.part, *self.words))
@@ -74,7 +74,6 @@ def plan() -> list[Measurement]:
     curves = [Measurement("curves", (family, way)) for family in CURVES for way in CURVE_WAYS]
     heads = [Measurement("heads", (op, HEAD_SHAPES)) for op in HEADS]
     kernels = [Measurement("kernels", (op, _shape(op))) for op in KERNELS]
-    one, first_kernels = len(CURVE_WAYS), len(FIRST)
     steps = [step for family in others for step in _steps(family, "none", WAYS)]
     masked = [
         step
@@ -83,10 +82,10 @@ def plan() -> list[Measurement]:
         for batch in ("padded", "packed", "ones")
         for step in _steps(family, batch, ways)
     ]
+    one = len(CURVE_WAYS)
     return [
-        *(*_steps(first, "none", README_WAYS), *_steps(first, "none", ["fused"])),
-        *(*curves[:one], *heads[:1], *kernels[:4], *steps, *curves[one:], *heads[1:]),
-        *(*kernels[4:first_kernels], *masked, *kernels[first_kernels:]),
+        *(*_steps(first, "none", README_WAYS), *curves[:one], *heads[:1], *kernels[:4], *steps),
+        *(*curves[one:], *heads[1:], *kernels[4:], *masked),
     ]
 
 
@@ -96,12 +95,7 @@ def quick_plan(on_gpu: bool) -> list[Measurement]:
     step_ways = WAYS if on_gpu else ("eager", "fused")
     return [
         *_steps("tiny", "none", step_ways, quick=True),
-        *(_steps("tiny", "packed", MASKED_WAYS, quick=True) if on_gpu else ()),
-        *(
-            Measurement("curves", (family, way), True)
-            for family in (CURVES if on_gpu else CURVES[:1])
-            for way in CURVE_WAYS
-        ),
+        *(Measurement("curves", (CURVES[0], way), True) for way in CURVE_WAYS),
         Measurement("heads", ("linear_cross_entropy", "16x16x32"), True),
         Measurement("kernels", ("rms_norm", "8x32"), True),
     ]
