@@ -412,10 +412,12 @@ def _curve_plots(
                 above.plot(curve, label=CURVES[way].replace("`", ""), linewidth=2.5 - i / 2)
                 if "float32" in curves and way != "float32":
                     pairs = zip(curve, curves["float32"], strict=True)
-                    below.plot([abs(a - b) for a, b in pairs], color=f"C{i}")
+                    apart = [abs(a - b) for a, b in pairs]
+                    below.plot(apart, color=f"C{i}")
+                    if any(apart):
+                        below.set_yscale("log", nonpositive="mask")
             above.set_title(shape)
             below.set_xlabel("step")
-            below.set_yscale("log", nonpositive="mask")
         panels[0][0].set_ylabel("smoothed loss")
         panels[1][0].set_ylabel("|difference from float32|")
         panels[0][-1].legend(fontsize="small")
