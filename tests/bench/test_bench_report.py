@@ -87,7 +87,7 @@ def quick_steps(folder: Path, *more: object) -> int:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What comes of each way's process, in place of a process, and in "ran" the ways that ran."""
+    """The outcomes of ways, in place of their processes, and in "ran" the ways that ran."""
     outcomes: dict[str, Any] = {"ran": []}
 
     def run(way: str, options: Any, environment: Any, timeout: float) -> dict[str, Any]:

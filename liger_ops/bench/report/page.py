@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .plan import (
     batches_of,
     is_cpu,
 )
+from .plots import curve_plots, step_plot
 
 # Way -> how it is called in tables. The ways of liger_ops are the last four.
 TITLES = {
@@ -44,8 +45,8 @@ STEPS_ARE = f"""\
 Models of transformers with random weights, in bfloat16; a step is forward, backward and fused
 AdamW. Each figure is the median of consecutive steps, with the 20th and 80th percentile, in a
 process of its own, and the peak of the memory that PyTorch's allocator hands out. A way is not
-given a time if one of its first {WARM_UP} losses differs from those of the first column by more
-than {LOSS_BOUND}. Only the loss is asked of the compiled function.
+given a time if one of its first {WARM_UP} losses differs from those of the untouched model, eager
+or else compiled, by more than {LOSS_BOUND}. Only the loss is asked of the compiled function.
 `python -m liger_ops.bench.steps.model --shape NAME --batch KIND WAY` measures one figure."""
 CURVES_ARE = """\
 Four small models, with random weights and bytes as tokens, are trained on *Paradise Lost* by John
@@ -184,7 +185,7 @@ class _Page:
                     f"Seconds of the first {WARM_UP} steps, with the compilation, in empty caches:"
                 )
                 lines += [about, "", *_table(header, seconds), ""]
-        return [*lines, *_step_plot(plots, stem, shown)]
+        return [*lines, *step_plot(plots, stem, shown)]
 
     def _step(self, shape: str, batch: str, way: str, of_way: Mapping[str, Record]) -> str:
         """Return the cell of a way."""
@@ -195,8 +196,9 @@ class _Page:
         if record.error:
             self._failed(what, record.error, ours)
             return "failed"
-        first = next((of_way[name] for name in ("eager", "compile") if name in of_way), None)
-        if first is not None and not first.error and differs(record.result, first.result):
+        untouched = [of_way[name] for name in ("eager", "compile") if name in of_way]
+        first = next((found for found in untouched if not found.error), None)
+        if first is not None and differs(record.result, first.result):
             self._failed(
                 what, f"losses {record.result['losses']}, not {first.result['losses']}", ours
             )
@@ -205,7 +207,7 @@ class _Page:
             return ON_A_CPU
         result = record.result
         spread = f"({result['ms_20']:.1f} to {result['ms_80']:.1f})"
-        unchecked = "" if first is not None and not first.error else ", losses not compared"
+        unchecked = "" if first is not None else ", losses not compared"
         return f"{result['ms']:.1f} ms {spread}, {result['gib']:.1f} GiB{unchecked}"
 
     def curves(self, stem: str, plots: Path) -> list[str]:
@@ -237,7 +239,7 @@ class _Page:
         header = ["model", "trained", "first loss", "last loss"]
         header += ["largest difference from float32", "from untouched bfloat16"]
         lines += [*_table(header, rows), ""]
-        return [*lines, *_curve_plots(plots, stem, drawn)]
+        return [*lines, *curve_plots(plots, stem, drawn)]
 
     def _of(self, made: Iterable[Measurement]) -> list[Record]:
         return [self.records[one.name] for one in made]
@@ -348,78 +350,3 @@ def _apart(curves: Mapping[str, Sequence[float]], way: str, other: str) -> str:
 
 def _rank(value: float) -> float:
     return float("inf") if value != value else value
-
-
-def _figure(
-    plots: Path, name: str, draw: Callable[[Any], None], size: tuple[float, float]
-) -> list[str]:
-    """Draw a figure into a PNG, and return the lines that show it; without matplotlib say so."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return ["No plot: matplotlib is not installed.", ""]
-    plots.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    figure.savefig(plots / f"{name}.png", dpi=110)
-    return [f"![{name}]({plots.name}/{name}.png)", ""]
-
-
-def _step_plot(
-    plots: Path, stem: str, shown: Mapping[tuple[str, str], Mapping[str, Any]]
-) -> list[str]:
-    """Plot the time and memory of the ways, without a mask, as shares of `torch.compile`'s."""
-    rows = {
-        shape: ways
-        for (shape, batch), ways in shown.items()
-        if batch == "none" and "compile" in ways
-    }
-    if not rows:
-        return []
-    ways = [way for way in WAYS if any(way in row for row in rows.values())]
-
-    def draw(figure: Any) -> None:
-        for panel, (key, title) in zip(
-            figure.subplots(2, sharex=True), (("ms", "time"), ("gib", "peak memory")), strict=True
-        ):
-            width = 0.8 / len(ways)
-            for i, way in enumerate(ways):
-                at = [(x, row) for x, row in enumerate(rows.values()) if way in row]
-                heights = [row[way][key] / row["compile"][key] for _, row in at]
-                panel.bar([x + i * width for x, _ in at], heights, width, label=way)
-            panel.axhline(1, color="black", linewidth=0.5)
-            panel.set_ylabel(f"{title}, of torch.compile's")
-        panel.set_xticks(
-            [x + 0.4 - width / 2 for x in range(len(rows))], rows, rotation=30, ha="right"
-        )
-        figure.axes[0].legend(fontsize="small", ncols=len(ways))
-
-    return _figure(plots, f"{stem}-steps", draw, (9, 7))
-
-
-def _curve_plots(
-    plots: Path, stem: str, drawn: Mapping[str, Mapping[str, Sequence[float]]]
-) -> list[str]:
-    """Plot the smoothed losses of each family, and below them their differences from float32."""
-    if not drawn:
-        return []
-
-    def draw(figure: Any) -> None:
-        panels = figure.subplots(2, len(drawn), sharex=True, squeeze=False, height_ratios=(2, 1))
-        for column, (shape, curves) in enumerate(drawn.items()):
-            above, below = panels[0][column], panels[1][column]
-            for i, (way, curve) in enumerate(curves.items()):
-                above.plot(curve, label=CURVES[way].replace("`", ""), linewidth=2.5 - i / 2)
-                if "float32" in curves and way != "float32":
-                    pairs = zip(curve, curves["float32"], strict=True)
-                    apart = [abs(a - b) for a, b in pairs]
-                    below.plot(apart, color=f"C{i}")
-                    if any(apart):
-                        below.set_yscale("log", nonpositive="mask")
-            above.set_title(shape)
-            below.set_xlabel("step")
-        panels[0][0].set_ylabel("smoothed loss")
-        panels[1][0].set_ylabel("|difference from float32|")
-        panels[0][-1].legend(fontsize="small")
-
-    return _figure(plots, f"{stem}-curves", draw, (3 * len(drawn) + 2, 6))
