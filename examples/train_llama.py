@@ -28,9 +28,10 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 import liger_ops
+from liger_ops.bench import training
 from liger_ops.bench.command_line import Parser, integer
 from liger_ops.bench.training import Comparison, Training, inductor_works, ops_run, reported
-from liger_ops.device import Effort, MeasuredDevice
+from liger_ops.device import MeasuredDevice
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -142,11 +143,8 @@ def draw_batches(options: argparse.Namespace, parser: Parser) -> list[Tensor]:
     text = b"".join(content for content in contents if b"\0" not in content)[:MAX_TEXT_BYTES]
     if len(text) < length:
         parser.error(f"--text {path} has {len(text)} bytes of text, fewer than a sequence")
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(options.device)
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.steps, options.batch_size, 1)
-    starts = torch.randint(len(text) - length + 1, shape, generator=generator)
-    return list(tokens[(starts + torch.arange(length)).to(options.device)])
+    size = (options.steps, options.batch_size, length)
+    return list(training.drawn(text, size, options.seed, options.device))
 
 
 def build_model(options: argparse.Namespace) -> Any:
@@ -184,36 +182,9 @@ def ops_of(loss: Loss, batch: Tensor) -> Counter[str]:
 
 
 def train(model: Any, loss_of: Loss, batches: list[Tensor], rate: float, label: str) -> Training:
-    """Train `model` with AdamW and a learning rate that rises, then falls to 0.
-
-    The optimizer keeps float32 parameters: in bfloat16 a norm's weight, which starts at 1, would
-    lose every update below 1/256. For a float32 model they are the model's own parameters.
-    """
-    parameters = list(model.parameters())
-    masters = [parameter.detach().float() for parameter in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95))
-    steps = len(batches)
-    share = lambda step: min((step + 1) / min(10, steps), 1) * (1 - step / steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    losses = []
-    rest = iter(tqdm(batches, desc=label, unit="step"))
-
-    def step() -> None:
-        loss = loss_of(next(rest))
-        loss.backward()
-        for parameter, master in zip(parameters, masters, strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        schedule.step()
-        with torch.no_grad():
-            for parameter, master in zip(parameters, masters, strict=True):
-                parameter.copy_(master)
-        losses.append(loss.item())
-
+    shown = tqdm(batches, desc=label, unit="step")
+    losses, milliseconds = training.train(model, loss_of, shown, len(batches), rate)
     device = MeasuredDevice(batches[0].device.type)
-    milliseconds = device.times(step, Effort(steps, seconds=float("inf")))
-    optimizer.zero_grad()
     alone = lambda: loss_of(batches[-1]).backward()
     peak = device.peak_bytes(alone)
     ops = ops_run(alone)

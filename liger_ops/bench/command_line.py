@@ -32,6 +32,7 @@ The NPU's side has not been run on an Ascend device.
 EXAMPLES = """\
 examples:
   python -m liger_ops.bench step --model llama-3.2-1b   training steps of a model; step --help
+  python -m liger_ops.bench report                       a page about this GPU; report --help
   python -m liger_ops.bench --ops rms_norm,swiglu --shapes llama-3.1-8b
   python -m liger_ops.bench --ops rms_norm --shapes 8192x4096 --dtypes bfloat16 --json now.json
   python -m liger_ops.bench --from now.json --compare before.json --plot plots
@@ -48,8 +49,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser, words = _parser(), sys.argv[1:] if arguments is None else [*arguments]
-    if words[:1] == ["step"]:
-        return _step(parser, words[1:])
+    if words[:1] in (["step"], ["report"]):
+        return _of_models(parser, *words)
     options = parser.parse_args(words)
     try:
         earlier = records.read(options.compare)[0] if options.compare else None
@@ -72,12 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures(points) else 0
 
 
-def _step(parser: Parser, arguments: list[str]) -> int:
-    """Time training steps of a model in the ways of the README's table."""
+def _of_models(parser: Parser, command: str, *arguments: str) -> int:
+    """Time training steps of a model in the ways of the README's table, or write a report."""
     try:
+        from .report import command_line
         from .steps import model
     except ImportError as error:
-        parser.error(f"step needs transformers, pip install 'liger_ops[transformers]': {error}")
+        parser.error(
+            f"{command} needs transformers, pip install 'liger_ops[transformers]': {error}"
+        )
+    if command == "report":
+        return command_line.main(arguments)
     return model.main(arguments, model.README_WAYS)
 
 

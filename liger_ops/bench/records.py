@@ -74,11 +74,16 @@ def read(path: Path) -> tuple[Points, dict[str, str]]:
     """
     try:
         records = json.loads(path.read_text())
-        points = Points(point for record in records for point in _points(record))
+        points = points_of(records)
         names = {"gpu": "gpu_name", "timestamp": "timestamp", "version": "version"}
         return points, {name: records[0][field] for name, field in names.items()}
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no records of a benchmark: {error!r}") from None
+
+
+def points_of(records: Iterable[dict[str, Any]]) -> Points:
+    """Return the points of records as `as_records` returns them."""
+    return Points(point for record in records for point in _points(record))
 
 
 def _points(record: dict[str, Any]) -> list[Point]:

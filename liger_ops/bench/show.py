@@ -265,14 +265,15 @@ def _lines(
     """Yield the lines of a workload, each a name and a cell per provider."""
     workload = (kernel, dtype, shape)
     for mode in (row[3] for row in points.rows() if row[:3] == workload):
-        yield mode, [_cell(points, (*workload, mode, name)) for name in providers]
+        yield mode, [cell(points, (*workload, mode, name)) for name in providers]
     for (metric, mode), title in OTHERS.items():
         measured = [points.get(*workload, mode, name, metric) for name in providers]
         if any(measured):
             yield title, [_number(point) for point in measured]
 
 
-def _cell(points: Points, key: tuple[str, str, str, str, str]) -> str:
+def cell(points: Points, key: tuple[str, str, str, str, str]) -> str:
+    """Format the time of a row and provider, and its share of the device's rate."""
     share = points.value(*key, "share")
     return _number(points.get(*key)) + ("" if share is None else f" {share:.0f}%")
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..device import MIB, events_of, spread
+from ..device import MIB, Effort, MeasuredDevice, events_of, spread
 
 # The largest difference between two loss curves that passes, up to step EARLY_STEPS and after it.
 # Training amplifies differences in rounding. Measured with examples/train_llama.py, tiny: float32
@@ -45,6 +45,55 @@ class Training:
         if rest:
             text += f", then {spread(rest).p50:.1f} ms a step"
         return text
+
+
+def drawn(text: bytes, size: tuple[int, int, int], seed: int, device: str) -> Tensor:
+    """Draw batches from random positions of a text, whose bytes are the tokens. `size` and the
+    result's shape are (steps, rows, tokens of a row)."""
+    steps, rows, length = size
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - length + 1, (steps, rows, 1), generator=generator)
+    return tokens[(starts + torch.arange(length)).to(device)]
+
+
+def train(
+    model: torch.nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    batches: Iterable[Tensor],
+    steps: int,
+    rate: float,
+) -> tuple[list[float], list[float]]:
+    """Train a model for `steps` batches with AdamW and a learning rate that rises, then falls to 0.
+    Return the loss and the milliseconds of each step.
+
+    The optimizer keeps float32 parameters: in bfloat16 a norm's weight, which starts at 1, would
+    lose every update below 1/256. For a float32 model they are the model's own parameters.
+    """
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float() for parameter in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95))
+    share = lambda step: min((step + 1) / min(10, steps), 1) * (1 - step / steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    losses: list[float] = []
+    rest = iter(batches)
+
+    def step() -> None:
+        loss = loss_of(next(rest))
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            master.grad = None if gradient is None else gradient.float()
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        losses.append(loss.item())
+
+    device = MeasuredDevice(parameters[0].device.type)
+    return losses, device.times(step, Effort(steps, seconds=float("inf")))
 
 
 def ops_run(step: Callable[[], Any]) -> Counter[str]:

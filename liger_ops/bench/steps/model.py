@@ -136,20 +136,39 @@ def lacks(package: str, on_gpu: bool) -> str:
     return "" if on_gpu or not tools else f"needs a GPU: its kernels are made with {tools[0]}"
 
 
-def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
+def in_a_fresh_process(
+    way: str,
+    options: argparse.Namespace,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Measure a way in a new process, and return what was measured, or `error` with the reason."""
     command = [sys.executable, "-m", "liger_ops.bench.steps.model", way, "--one"]
     for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
         if (value := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     command += [f"--{flag}" for flag in ("autocast", "checkpoint") if getattr(options, flag)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode != 0:
-        lines = run.stderr.strip().splitlines() or ["no message"]
-        raised = [
-            line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Unsupported)", line)
-        ]
-        return {"error": (raised or lines)[-1]}
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    run = finished(command, environment, timeout)
+    return run if isinstance(run, dict) else json.loads(run.strip().splitlines()[-1])
+
+
+def finished(
+    command: Sequence[str], environment: Mapping[str, str] | None, timeout: float | None
+) -> str | dict[str, Any]:
+    """Run a command, and return its standard output, or `error` with the line that says why it
+    failed."""
+    options: Any = {"env": environment, "timeout": timeout}
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, **options)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it was stopped after {timeout:.0f} s"}
+    if run.returncode == 0:
+        return run.stdout
+    lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}, no message"]
+    raised = [
+        line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Unsupported)", line)
+    ]
+    return {"error": (raised or lines)[-1]}
 
 
 def differs(result: dict[str, Any], eager: dict[str, Any] | None) -> bool:

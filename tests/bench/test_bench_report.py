@@ -1,0 +1,292 @@
+"""The report measures what has no record, and writes its page from the records alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the models are those of transformers")
+from bench_points import rates, timed
+from liger_ops.bench import records as files
+from liger_ops.bench.command_line import main
+from liger_ops.bench.report import command_line, measured, page
+from liger_ops.bench.report.plan import (
+    CURVE_WAYS,
+    CURVES,
+    FAMILIES,
+    ON_A_CPU,
+    PARTS,
+    Measurement,
+    Record,
+    load,
+    plan,
+    store,
+)
+from liger_ops.bench.steps.models import BATCHES
+
+GPU = "NVIDIA H200"
+LOSSES = [5.5, 5.4, 5.3, 5.2]
+STEP = {
+    "losses": LOSSES, "warm_up_s": 41.0, "ms": 231.04, "ms_20": 230.0, "ms_80": 235.0, "gib": 27.2,
+    "device": GPU,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def report(*arguments: object) -> int:
+    return main(["report", *map(str, arguments)])
+
+
+def test_a_quick_run_executes_every_part_and_reports_no_time_of_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report("--quick", "--records", tmp_path, "--page", tmp_path / "page.md") == 0
+    records = load(tmp_path)
+    said = capsys.readouterr().err
+    assert {found.name.split("_")[1] for found in records.values()} == set(PARTS)
+    for found in records.values():
+        assert not found.error and found.seconds == 0
+        of_ops = {"points", "missing", "lost"}
+        assert found.result.keys() <= {"losses", "note", "ops", "size", *of_ops}
+    values = [
+        value
+        for name in ("quick_heads_linear_cross_entropy_16x16x32", "quick_kernels_rms_norm_8x32")
+        for point in files.points_of(records[name].result["points"])
+        if (value := point.value) is not None and point.metric not in ("error", "gradients")
+    ]
+    assert not values
+    text = (tmp_path / "page.md").read_text()
+    for heading in ("Training steps", "Loss curves", "Heads", "Kernels"):
+        assert f"\n## {heading}\n" in text
+    assert "## What failed" not in text and "## Not measured" not in text
+    assert text.count(ON_A_CPU) > 5 and not re.search(r"\d (ms|GiB)", text)
+    assert (tmp_path / "plots" / "page-curves.png").read_bytes().startswith(b"\x89PNG")
+    # The losses of real training: they fall, and the ways differ by rounding alone.
+    curves = {way: records[f"quick_curves_llama-3.2-1b_{way}"].result for way in CURVE_WAYS}
+    exact = torch.tensor(curves["float32"]["losses"])
+    assert exact[-1] < exact[0] < 6
+    for way, result in curves.items():
+        assert (torch.tensor(result["losses"]) - exact).abs().max() < 0.02
+        assert bool(result["ops"]) == (way in ("fused", "liger"))
+    assert "[1/8]    0 s  steps tiny none eager ..." in said
+
+
+def quick_steps(folder: Path, *more: object) -> int:
+    return report("--quick", "--only", "steps", "--records", folder, *more)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The outcomes of ways, in place of their processes, and in "ran" the ways that ran."""
+    outcomes: dict[str, Any] = {"ran": []}
+
+    def run(way: str, options: Any, environment: Any, timeout: float) -> dict[str, Any]:
+        outcomes["ran"].append(way)
+        outcome = outcomes.get(way, STEP)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return dict(outcome)
+
+    monkeypatch.setattr(command_line, "in_a_fresh_process", run)
+    return outcomes
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, ways: dict[str, Any]) -> None:
+    ways["fused"] = KeyboardInterrupt()
+    assert quick_steps(tmp_path) == 0
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "7 of 8 measurements" in text and "- steps tiny none: fused" in text
+    ways |= {"fused": STEP, "ran": []}
+    assert quick_steps(tmp_path) == 0
+    assert ways["ran"] == ["fused"]
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "6 of 8 measurements" in text
+
+
+def test_what_fails_is_recorded_and_does_not_end_the_run(
+    tmp_path: Path, ways: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways["eager"] = {"error": "torch.OutOfMemoryError: CUDA out of memory"}
+    assert quick_steps(tmp_path) == 0
+    ways["fused"] = {"error": "RuntimeError: broken"}
+    (tmp_path / "quick_steps_tiny_none_fused.json").unlink()
+    assert quick_steps(tmp_path) == 1
+    assert "step of tiny, none, fused: RuntimeError: broken" in capsys.readouterr().err
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "| Llama (`tiny`) | failed | failed |" in text
+    assert "- step of tiny, none, eager: torch.OutOfMemoryError: CUDA out of memory" in text
+    ways |= {"eager": STEP, "fused": STEP, "ran": []}
+    assert quick_steps(tmp_path) == 1 and ways["ran"] == []
+    assert quick_steps(tmp_path, "--retry") == 0 and ways["ran"] == ["eager", "fused"]
+    assert "What failed" not in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_a_run_ends_when_its_time_is_over(
+    tmp_path: Path, ways: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick_steps(tmp_path)
+    (tmp_path / "quick_steps_tiny_none_fused.json").unlink()
+    ways["ran"].clear()
+    assert quick_steps(tmp_path, "--minutes", "1e-12") == 0
+    assert ways["ran"] == []
+    assert "the time is over, 1 measurements are left" in capsys.readouterr().err
+    # The page alone.
+    assert quick_steps(tmp_path, "--minutes", "0") == 0 and ways["ran"] == []
+
+
+def test_a_process_that_dies_is_a_failure_of_its_measurement_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[str]] = []
+
+    def finished(command: list[str], environment: Any, timeout: float) -> Any:
+        start = command.index("--one") + 1
+        names = command[start : command.index("--records")]
+        made.append(names)
+        for name in names[:1] if len(made) == 1 else names:
+            store(tmp_path, recorded(name, {"losses": LOSSES, "ops": {}, "size": [4, 1, 2]}, "CPU"))
+        return {"error": "exit status -11, no message"} if len(made) == 1 else ""
+
+    monkeypatch.setattr(command_line, "finished", finished)
+    monkeypatch.setattr(command_line, "device_name", lambda: "CPU")
+    monkeypatch.setattr("liger_ops.bench.report.plan.device_name", lambda: "CPU")
+    assert report("--quick", "--only", "curves", "--records", tmp_path) == 0
+    names = [f"quick_curves_llama-3.2-1b_{way}" for way in CURVE_WAYS]
+    assert made == [names, names[2:]]
+    errors = {name: found.error for name, found in load(tmp_path).items()}
+    assert errors == dict.fromkeys(names, "") | {names[1]: "exit status -11, no message"}
+
+
+def recorded(name: str, result: dict[str, Any], device: str = GPU, **more: Any) -> Record:
+    found = Record(
+        name=name, result=result, error="", seconds=30.0, device=device, commit="abc",
+        sources="123", versions={"torch": "2.11.0", "liger-kernel": "0.8.5"},
+        at="2026-01-02 03:04:05",
+    )  # fmt: skip
+    return replace(found, **more)
+
+
+def test_a_page_shows_the_figures_of_a_gpu(tmp_path: Path) -> None:
+    def step(way: str, **changes: Any) -> Record:
+        return recorded(f"steps_qwen3_padded_{way}", STEP | changes)
+
+    curve = [3.0, 2.0] * 20
+    found = [
+        step("compile", ms=260.0),
+        replace(step("liger"), commit="def+"),
+        step("fused", losses=[5.5, 5.4, 5.3, 5.25]),
+        step("liger-kernel", losses=[float("nan")] * 4),
+        recorded("steps_gemma3_padded_liger", STEP),
+        *(
+            recorded(f"curves_qwen3_{way}", {"losses": losses, "ops": {}, "size": [40, 8, 512]})
+            for way, losses in (
+                ("float32", curve),
+                ("bfloat16", [loss + 0.01 for loss in curve]),
+                ("fused", curve[:39] + [4.0]),
+            )
+        ),
+        recorded(
+            "kernels_rms_norm_8192x4096",
+            {
+                "points": files.as_records(
+                    [
+                        *rates(), *timed("liger_ops", 0.5, 90.0, mode="full"),
+                        *timed("eager", 0.25, 180.0, mode="full"),
+                    ],
+                    GPU, "now", "0.1.0",
+                ),
+                "missing": {"quack": "ModuleNotFoundError: No module named 'quack'"}, "lost": [],
+            },
+        ),
+    ]  # fmt: skip
+    records = {one.name: one for one in found}
+    failed = page.write(tmp_path / "h200.md", plan(), records, "the command")
+    text = (tmp_path / "h200.md").read_text()
+    assert "Measured at commit abc, except at commit def+: steps qwen3 padded liger." in text
+    assert "liger-kernel 0.8.5" in text and "not installed" not in text
+    assert "231.0 ms (230.0 to 235.0), 27.2 GiB |" in text
+    gemma = next(line for line in text.splitlines() if line.startswith("| Gemma3Text"))
+    assert gemma.endswith("27.2 GiB, losses not compared |  |")
+    qwen = next(line for line in text.splitlines() if line.startswith("| Qwen3 (`qwen3`) | 260"))
+    assert qwen.count("other losses") == 2 and qwen.count(" ms ") == 2
+    assert failed == [f"step of qwen3, padded, fused: losses {[5.5, 5.4, 5.3, 5.25]}, not {LOSSES}"]
+    # The last of 40 losses differs by 2, which a mean of 20 makes 0.1.
+    assert "| Qwen3 (`qwen3`) | untouched, bfloat16 | 2.5100 | 2.5100 | 1.0e-02 |  |" in text
+    assert "| Qwen3 (`qwen3`) | `fuse`, bfloat16 | 2.5000 | 2.6000 | 1.0e-01 | 9.0e-02 |" in text
+    assert "| `rms_norm` 32768x4096 | ms | 0.500 90% | 0.250 180% |" in text
+    assert "1 of 1 rows" in text and "eager 0.250 ms, liger_ops 0.500: 100% more" in text
+    assert f"{len(plan()) - len(found)} of {len(plan())} measurements:" in text
+    without = {name: replace(one, versions={"torch": "2.11.0"}) for name, one in records.items()}
+    page.write(tmp_path / "h200.md", plan(), without, "the command")
+    assert "Liger-Kernel was not installed" in (tmp_path / "h200.md").read_text()
+
+
+def test_the_plan_has_ten_families_under_every_batch_and_each_measurement_once() -> None:
+    planned = plan()
+    assert len(FAMILIES) == 10
+    assert {one.words[:2] for one in planned if one.part == "steps"} == {
+        (family, batch) for family in FAMILIES for batch in BATCHES
+    }
+    assert len({one.name for one in planned}) == len(planned)
+    # The README's table comes first.
+    assert [one.words[:2] for one in planned[:7]] == [("llama-3.2-1b", "none")] * 7
+
+
+@pytest.mark.parametrize("family", CURVES)
+def test_the_ways_of_a_curve_begin_with_the_same_parameters(family: str) -> None:
+    one, other = (measured.curve_model(family, way, True, "cpu") for way in ("float32", "fused"))
+    exact = one.state_dict()
+    assert one.dtype == torch.float32 and other.dtype == torch.bfloat16
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, exact[name].bfloat16())
+
+
+def test_the_text_is_a_whole_book_with_its_licence_beside_it() -> None:
+    text = measured.TEXT.read_bytes()
+    assert text.isascii() and 400_000 < len(text) < 500_000
+    assert text.startswith(b"PARADISE LOST\nBOOK I.") and text.rstrip().endswith(b"THE END.")
+    licence = measured.TEXT.with_name("paradise_lost_license.txt").read_text()
+    assert "public domain" in licence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    (
+        ([], "PyTorch finds no GPU on this machine; --quick tries every part on a CPU"),
+        (["--only", "steps,tails"], "part 'tails' is none of steps, curves, heads, kernels"),
+        (["--minutes", "0"], "--minutes 0 needs --records"),
+        (["--minutes", "0", "--records", "{folder}"], "holds no records"),
+        (["--quick", "--records", "{folder}/gpu"], f"holds records of {GPU}, and this is CPU"),
+        (["--quick", "--records", "{folder}/both"], "holds records of several devices: A, B"),
+        (["--quick", "--records", "{folder}/prose"], "one.json holds no record of a report"),
+    ),
+)
+def test_a_bad_argument_gets_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, devices in (("gpu", [GPU]), ("both", ["A", "B"]), ("prose", [])):
+        (tmp_path / folder).mkdir()
+        for device in devices:
+            store(tmp_path / folder, recorded(f"steps_{device}", {}, device))
+    (tmp_path / "prose" / "one.json").write_text(json.dumps({"name": "one"}))
+    with pytest.raises(SystemExit) as exited:
+        report(*(argument.format(folder=tmp_path) for argument in arguments))
+    printed = capsys.readouterr().err
+    assert exited.value.code == 2 and sentence in printed and printed.count("\n") == 1
+
+
+def test_a_measurement_is_called_by_its_name() -> None:
+    one = Measurement("steps", ("qwen3", "none", "liger"))
+    assert (one.name, str(one)) == ("steps_qwen3_none_liger", "steps qwen3 none liger")
+    assert one._replace(quick=True).name == "quick_steps_qwen3_none_liger"
+    assert page.slug(GPU) == "h200" and page.slug("CPU (x86_64)") == "cpu-x86-64"
