@@ -181,7 +181,8 @@ REFUSED: dict[str, Callable[[], object]] = {
         attn_mask=torch.ones(4, 4, dtype=torch.bool, device=DEVICE),
     ),
     "scaled_dot_product_attention is covered": lambda: F.scaled_dot_product_attention(
-        torch.randn(1, 2, 2, 8, device=DEVICE), *torch.randn(2, 1, 2, 4, 8, device=DEVICE),
+        torch.randn(1, 2, 2, 8, device=DEVICE),
+        *torch.randn(2, 1, 2, 4, 8, device=DEVICE),
         is_causal=True,
     ),
     "convolution": lambda: F.conv1d(

@@ -207,6 +207,23 @@ def test_experts_have_the_gradients_of_transformers() -> None:
     assert result.stdout.count("compared, error") == 12
 
 
+def test_the_trainer_has_the_log_probabilities_of_the_sampler(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the trainer is TRL's")
+    example = ROOT / "examples/train_grpo.py"
+    result = subprocess.run(
+        [sys.executable, example, "--steps", "2", "--output", tmp_path],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    default, invariant = result.stdout.splitlines()[-3:-1]
+    assert "liger_ops.invariant(): largest difference 0, largest KL 0;" in invariant
+    # Without the context the two differ, so the comparison can fail.
+    assert "largest difference 0," not in default
+    assert (tmp_path / "grpo.png").stat().st_size > 10000
+
+
 def test_a_trainer_of_trl_takes_its_steps() -> None:
     pytest.importorskip("trl", reason="the trainer is TRL's")
     result = subprocess.run(
