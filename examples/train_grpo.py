@@ -150,9 +150,10 @@ def train(options: argparse.Namespace, context: Any) -> Run:
             num_generations=GENERATIONS, max_completion_length=COMPLETION,
             gradient_checkpointing=True, report_to=[], save_strategy="no", logging_steps=50,
         )  # fmt: skip
+        prompts = datasets.Dataset.from_list([{"prompt": prompt()} for _ in range(PROMPTS)])
         trainer = ObservedTrainer(
             model, args=arguments, reward_funcs=reward, processing_class=tokenizer,
-            train_dataset=datasets.Dataset.from_list([{"prompt": prompt()} for _ in range(PROMPTS)]),
+            train_dataset=prompts,
         )  # fmt: skip
         trainer.train()
     return trainer.run

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 # The contexts that are open, in all threads.
 _open = 0
+
+
+# Opens a context. `liger_ops.invariance` sets it, which stands above all who ask for the mode.
+context: Callable[[], AbstractContextManager[None]]
 
 
 class NotInvariantError(RuntimeError):

@@ -140,6 +140,9 @@ def _context() -> Iterator[None]:
         _change(-1)
 
 
+invariant_mode.context = _context
+
+
 def _change(change: int) -> None:
     global _installed
     with _lock:

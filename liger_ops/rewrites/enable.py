@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import invariant_mode
 from ..compile_cache import package_hash
-from ..invariance import invariant as in_invariant_mode
 from ..torch_private import CustomGraphPass, inductor, inductor_config
 from . import rewrite
 from .default_rewrites import checked_flag, chosen
@@ -167,7 +167,7 @@ def enable(
     names = chosen(rewrites, True, "enable: rewrites")
     call = Enabled(LigerGraphPass(names, checked_flag(strict, "enable: strict"), True))
     if checked_flag(invariant, "enable: invariant"):
-        call.undoing.enter_context(in_invariant_mode())
+        call.undoing.enter_context(invariant_mode.context())
     with _lock:
         _calls.append(call)
         if not isinstance(inductor.compile_fx, WithRewrites):

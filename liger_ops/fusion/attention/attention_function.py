@@ -303,7 +303,10 @@ def mask_function(
         if now is not original:
             return now(*args, **given)
         if args or not _is_for_engines(given):
-            mask = None if args or not is_invariant() else _cached(given)
+            mask = None
+            if is_invariant() and not args:
+                longest = given["q_length"] + given["kv_length"]
+                mask = cached_documents(given, _size_of_window({**given, "kv_length": longest}))
             return original(*args, **given) if mask is None else mask
         padding, size = given.get("attention_mask"), _size_of_window(given)
         if padding is not None and not is_tracing(padding) and bool(padding.all()):
@@ -371,14 +374,6 @@ def _size_of_window(given: dict[str, Any]) -> int | None:
     # The size of a chunk is a local_size too.
     is_window = config is not None and read(config, "attention_chunk_size") is None
     return size if is_window else None
-
-
-def _cached(given: dict[str, Any]) -> CachedDocuments | None:
-    """Return the mask of queries that follow a cache, or of one token; None for another mask."""
-    if given.get("use_vmap", False):
-        return None
-    size = _size_of_window({**given, "kv_length": given["q_length"] + given["kv_length"]})
-    return None if size is None else cached_documents(given, size)
 
 
 def _documents(given: dict[str, Any], padding: Tensor | None, size: int) -> Documents:

@@ -34,9 +34,11 @@ class CachedDocuments(NamedTuple):
         return self
 
 
-def cached_documents(given: dict[str, Any], size: int) -> CachedDocuments | None:
+def cached_documents(given: dict[str, Any], size: int | None) -> CachedDocuments | None:
     """Return the mask for the arguments of a mask function, with a causal window of `size` keys, or
-    0 for none; None if it is not known which keys the cache keeps."""
+    0 for none; None if size is None, or it is not known which keys the cache keeps."""
+    if size is None or given.get("use_vmap", False):
+        return None
     offset, kept_from = given.get("q_offset", 0), given.get("kv_offset", 0)
     if not (isinstance(offset, int) and isinstance(kept_from, int)):
         return None
