@@ -148,6 +148,15 @@ def test_a_token_after_a_cache_has_the_bits_of_the_whole_sequence(family: str) -
             assert torch.equal(whole[0, -8:-1], logits[row])
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "GptOss"])
+def test_a_static_cache_is_refused(family: str) -> None:
+    model = fused(model_of(family))
+    tokens = torch.randint(1, V, (2, 11), device=DEVICE)
+    refused = pytest.raises(liger_ops.invariance.NotInvariantError, match="attention")
+    with liger_ops.invariant(), torch.no_grad(), refused:
+        model.generate(tokens, max_new_tokens=3, cache_implementation="static", use_cache=True)
+
+
 def test_the_report_names_the_modules_that_are_not_covered() -> None:
     model = model_of("GptOss")
     report = liger_ops.invariant(model)

@@ -6,15 +6,11 @@ and padding are `Documents`, which a compiled model computes without a look at i
 flex_attention runs, other masks are block masks. The model's own mask function makes the mask on
 other devices, in float32, for queries that follow a cache, and for mask functions of users, which
 need not accept indices that broadcast. Within `liger_ops.invariant` documents are made on any
-device and in any dtype, and block masks are refused.
+device, in any dtype and for caches, and block masks are refused.
 
 An attention function calls varlen_attention with documents, flex_attention with a block mask, and
 with any other mask the model's own function: scaled_dot_product_attention, or the code in the
 model's file.
-
-A block mask is made of any predicate of indices, without a dense mask in memory: a function that
-takes tensors of batch, head, query and key indices that broadcast, and returns whether the query
-attends to the key. Eager code evaluates a few rows of blocks at a time (`ELEMENTS`).
 """
 
 from __future__ import annotations
@@ -27,108 +23,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ...accepted import is_scale
 from ...invariant_mode import NotInvariantError, is_invariant
 from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
-from ...rewrites.attention.mask.blocks import (
-    BATCH,
-    BLOCK,
-    HEADS,
-    KEYS,
-    QUERIES,
-    block_lists,
-    called,
-    unseen_queries,
-)
+from ...rewrites.attention.mask.blocks import called
 from ...torch_private import has_triton, native_attention
 from ..versions import read
+from .block_masks import AnnotatedBlockMask, MaskFunction, block_mask, dense
 from .cached_attention import CachedDocuments, attend_cached, cached_documents
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class AnnotatedBlockMask(BlockMask):
-    """A block mask of flex_attention, with a fact that it does not hold.
-
-    Attributes:
-        unseen: (batch, queries), True for the queries that see no key, if these are to get the mean
-            of all values. The mask that flex_attention gets shows them all keys.
-    """
-
-    unseen: Tensor | None = None
-
-    def contiguous(self) -> AnnotatedBlockMask:
-        """Return itself: generate() calls this method of every mask that it prepares."""
-        return self
-
-
-# The most elements of a dense mask that eager code holds at a time: 64 MiB of bool.
-ELEMENTS = 2**26
-
-
-def block_mask(
-    visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device,
-    *, gives_means: bool = False,
-) -> AnnotatedBlockMask:  # fmt: skip
-    """Create the block mask of a mask function, for all heads. Sizes may be symbols while tracing.
-
-    If the mask function does not read the batch index, all rows of the batch share one mask. With
-    `gives_means`, queries that see no key are to get the mean of all values.
-    """
-    sizes, unseen, shown = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}, None, visible
-    if gives_means:
-        is_unseen = unseen_queries(called, visible, sizes, device, _rows(batch * keys))
-        unseen = is_unseen[:, 0].expand(batch, queries)
-
-        def shown(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return visible(b, h, q, k) | unseen[b, q]
-
-    rows = _rows(batch * (keys + BLOCK) * BLOCK)
-    lists: Any = block_lists(called, shown, sizes, device, rows)
-    mask = AnnotatedBlockMask(
-        seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=shown, **lists
-    )
-    mask.unseen = unseen
-    return mask
-
-
-def _rows(elements: int) -> int | None:
-    """Return the number of rows of this many elements to hold at a time, or None for all rows, if
-    the code is compiled."""
-    return None if torch.compiler.is_compiling() else max(1, ELEMENTS // elements)
-
-
-def dense(mask: BlockMask | Documents, batch: int, length: int) -> Tensor:
-    """Return the boolean mask (batch, 1, length, length) of a block mask from `block_mask`, or of
-    documents."""
-    if isinstance(mask, Documents):
-        return _dense_documents(mask, batch, length)
-    device = mask.kv_num_blocks.device
-    b, q = (torch.arange(n, device=device) for n in (mask.kv_num_blocks.shape[0], length))
-    visible = mask.mask_mod(b[:, None, None, None], b.new_zeros(1, 1, 1, 1), q[:, None], q[None, :])
-    if isinstance(mask, AnnotatedBlockMask) and mask.unseen is not None:
-        visible = visible & ~mask.unseen[:, None, :, None]
-    return visible.expand(batch, 1, length, length)
-
-
-def _dense_documents(documents: Documents, batch: int, length: int) -> Tensor:
-    tokens = torch.arange(batch * length, device=documents.cu_seqlens.device)
-    document = torch.searchsorted(documents.cu_seqlens, tokens, right=True).view(batch, 1, -1, 1)
-    q = tokens[:length]
-    visible = (document == document.mT) & (q <= q[:, None])
-    if documents.window_left >= 0:
-        visible = visible & (q >= q[:, None] - documents.window_left)
-    if documents.key_mask is not None:
-        visible = visible & documents.key_mask.view(batch, 1, 1, length)
-    return visible
-
 
 # PyTorch's own function, which context_parallel replaces.
 SDPA = native_attention
+NOT_COVERED = (
+    "liger_ops.invariant: the attention of this model is covered with padding, causal windows,"
+    " packed documents and caches that grow, without dropout, output_attentions and position biases"
+)
 # Arguments that change the results, and that only the model's own function takes.
 UNSUPPORTED = ("position_bias", "cache")
 
@@ -169,14 +82,14 @@ def attention_function(
                 operands = (query, key, value, attention_mask, scaling, sinks, softcap)
                 return _attention(*operands), None
             if isinstance(attention_mask, CachedDocuments):
-                raise NotInvariantError(
-                    "liger_ops.invariant: queries that follow a cache are covered without dropout,"
-                    " output_attentions and position biases"
-                )
+                raise NotInvariantError(NOT_COVERED)
             attention_mask = dense(attention_mask, query.shape[0], query.shape[2])
             if adds:
                 zero, low = torch.zeros_like(query[:1, :1, :1, :1]), torch.finfo(query.dtype).min
                 attention_mask = torch.where(attention_mask, zero, low)
+        if adds and is_invariant():
+            # Products of a model's own code sum over all keys, which would not be noticed.
+            raise NotInvariantError(NOT_COVERED)
         arguments = {"dropout": dropout, "scaling": scaling, **others}
         return now(module, query, key, value, attention_mask, **arguments)
 

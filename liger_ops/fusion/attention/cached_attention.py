@@ -40,6 +40,7 @@ def cached_documents(given: dict[str, Any], size: int | None) -> CachedDocuments
     if size is None or given.get("use_vmap", False):
         return None
     offset, kept_from = given.get("q_offset", 0), given.get("kv_offset", 0)
+    # A static cache has its offset in a tensor.
     if not (isinstance(offset, int) and isinstance(kept_from, int)):
         return None
     length, kept_to = offset + given["q_length"], kept_from + given["kv_length"]

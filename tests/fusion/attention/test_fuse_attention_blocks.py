@@ -13,8 +13,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from backends import without_caches
-from liger_ops.fusion.attention import attention_function
-from liger_ops.fusion.attention.attention_function import block_mask, dense
+from liger_ops.fusion.attention import block_masks
+from liger_ops.fusion.attention.block_masks import block_mask, dense
 
 CPU = torch.device("cpu")
 BATCH = 2
@@ -51,7 +51,7 @@ def test_blocks(name: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None
     visible = masks(length)[name]
     expected = create_block_mask(visible, BATCH, None, length, length, device="cpu")
     whole = block_mask(visible, BATCH, length, length, CPU)
-    monkeypatch.setattr(attention_function, "ELEMENTS", 1)
+    monkeypatch.setattr(block_masks, "ELEMENTS", 1)
     for found in (whole, block_mask(visible, BATCH, length, length, CPU)):
         # Masks that are the same for each row of the batch are made once.
         rows = BATCH if name in ("padded", "packed") else 1
