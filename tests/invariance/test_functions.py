@@ -251,3 +251,31 @@ def test_own_product(dtype: torch.dtype, M: int, N: int, K: int) -> None:
             assert torch.equal(
                 product(a[1:, rows].contiguous(), right[1:], torch.float32), y[1:, rows]
             )
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear_cross_entropy": liger_ops.linear_cross_entropy,
+    "linear_log_prob": lambda x, weight, words: liger_ops.linear_log_prob(x, weight, words)[0],
+    "cross_entropy": lambda x, weight, words: liger_ops.cross_entropy(x @ weight.t(), words),
+    "embedding": lambda x, weight, words: liger_ops.embedding(weight, words) * x,
+}
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("name", LOSSES)
+def test_deterministic_algorithms_refuse_no_loss_and_change_none(name: str) -> None:
+    x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (40, 300))
+    words = torch.randint(300, (40,), device=DEVICE)
+
+    def results() -> tuple[Tensor, ...]:
+        loss = LOSSES[name](x, weight, words)
+        return (loss.detach(), *torch.autograd.grad(loss.sum(), (x, weight)))
+
+    expected = results()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
