@@ -1,0 +1,154 @@
+"""Find out which options of an op compute what a model's own class computes.
+
+The kernels hub replaces the forward of a module by its name, such as "RMSNorm". Modules of one name
+may compute different things: they round at other places, add 1 to the weight, or split a projection
+another way. Before a layer of the hub first runs for a module, the module's own code and the op
+compute the same small example on the CPU, and the op is used with the options that agree.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..torch_private import disable_current_modes
+
+Options = tuple[tuple[str, Any], ...]
+# The parts of a module that an example has in place of the module's own.
+Parts = dict[str, nn.Module | nn.Parameter]
+
+
+class Kind(NamedTuple):
+    """A kind of layer.
+
+    compute(module, *args, **options) calls the op. candidates are the options that are compared.
+    example(module, *dtypes) returns the parts of a small module, and arguments for several calls.
+    own(module, *args) runs the module's own code.
+    """
+
+    compute: Callable[..., Any]
+    candidates: Sequence[Options]
+    example: Callable[..., tuple[Parts, Iterable[tuple[Any, ...]]]]
+    own: Callable[..., Any]
+
+
+KINDS: dict[str, Kind] = {}
+# The largest relative difference of two float32 computations that compute the same.
+NEAR = 1e-5
+# Roundings to the arguments' dtype that the own code may make and the op does not, or the reverse.
+ROUNDINGS = 8
+
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Any, Options | None]]
+_found = weakref.WeakKeyDictionary()
+
+
+def own_forward(module: nn.Module, *args: Any) -> Any:
+    """Run the forward of the module's class, in whose place a layer of the hub runs."""
+    return type(module).forward(module, *args)
+
+
+def run(kind: str, module: nn.Module, args: tuple[Any, ...], dtypes: tuple[Any, ...] = ()) -> Any:
+    """Compute the layer by its op, or by the module's own code if that computes something else.
+
+    Args:
+        kind: a key of KINDS.
+        module: the model's module.
+        args: the arguments of its forward.
+        dtypes: those of the tensors that decide where the result is rounded.
+    """
+    options = options_of(kind, module, *dtypes)
+    if options is None:
+        return KINDS[kind].own(module, *args)
+    return KINDS[kind].compute(module, *args, **dict(options))
+
+
+# Dynamo calls it while it traces, and takes the result for a constant.
+@torch.compiler.assume_constant_result
+def options_of(kind: str, module: nn.Module, *dtypes: Any) -> Options | None:
+    """Return the options with which the op computes what the module's own code does, or None.
+
+    The first call for a module and these dtypes computes the examples. If no options agree, it
+    warns.
+    """
+    known = _found.setdefault(module, {})
+    key = (kind, dtypes)
+    if key not in known:
+        with (
+            disable_current_modes(), torch.no_grad(), torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            known[key] = _options(kind, module, dtypes)
+    return known[key]
+
+
+def _options(kind: str, module: nn.Module, dtypes: tuple[Any, ...]) -> Options | None:
+    wide = tuple(torch.float32 if isinstance(d, torch.dtype) else d for d in dtypes)
+    try:
+        agreeing = {
+            options: _difference(kind, module, options, wide) for options in KINDS[kind].candidates
+        }
+        agreeing = {options: d for options, d in agreeing.items() if d <= NEAR}
+        if agreeing and dtypes != wide:
+            eps = max(torch.finfo(d).eps for d in (*dtypes, torch.float32) if isinstance(d, torch.dtype))
+            agreeing = {options: _difference(kind, module, options, dtypes) for options in agreeing}
+            agreeing = {options: d for options, d in agreeing.items() if d <= ROUNDINGS * eps}
+        if agreeing:
+            return min(agreeing, key=lambda options: agreeing[options])
+        reason = "its forward computes something else"
+    except Exception as error:
+        reason = f"its forward cannot be compared: {type(error).__name__}: {error}"
+    warnings.warn(
+        f"liger_ops: {type(module).__name__} keeps its own forward, as {kind} is not what it"
+        f" computes: {reason}",
+        stacklevel=3,
+    )
+    return None
+
+
+def _difference(kind: str, module: nn.Module, options: Options, dtypes: tuple[Any, ...]) -> float:
+    """Return the largest difference of the op's results and the own code's, relative to the largest
+    number, or infinity if their shapes or dtypes differ."""
+    found = KINDS[kind]
+    parts, calls = found.example(module, *dtypes)
+    small = _with_parts(module, parts)
+    differences = [
+        _distance(found.compute(small, *args, **dict(options)), found.own(small, *args))
+        for args in calls
+    ]
+    return max(differences)
+
+
+def _distance(actual: Any, expected: Any) -> float:
+    if isinstance(expected, tuple):
+        if not isinstance(actual, tuple) or len(actual) != len(expected):
+            return math.inf
+        return max(_distance(a, e) for a, e in zip(actual, expected, strict=True))
+    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
+        return math.inf
+    expected = expected.double()
+    distance = ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+    return math.inf if math.isnan(distance) else distance
+
+
+def _with_parts(module: nn.Module, parts: Parts) -> nn.Module:
+    """Return a module of the same class and attributes, with other parameters and children."""
+    cls = type(module)
+    small: nn.Module = cls.__new__(cls)
+    own = {name: value for name, value in vars(module).items() if name != "forward"}
+    for name in ("_parameters", "_buffers", "_modules"):
+        own[name] = dict(own[name])
+    vars(small).update(own)
+    for name, part in parts.items():
+        setattr(small, name, part)
+    return small
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, phase: float = 0.3) -> Tensor:
+    """Return numbers between -1 and 1 that follow no simple rule. No random number is drawn."""
+    return torch.sin(1.7 * torch.arange(math.prod(shape)) ** 1.1 + phase).view(shape).to(dtype)
