@@ -8,10 +8,11 @@ compute the same small example on the CPU, and the op is used with the options t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Kind(NamedTuple):
 
     compute: Callable[..., Any]
     candidates: Sequence[Options]
-    example: Callable[..., tuple[Parts, Iterable[tuple[Any, ...]]]]
+    example: Callable[..., tuple[Parts, Sequence[tuple[Any, ...]]]]
     own: Callable[..., Any]
 
 
@@ -90,38 +91,41 @@ def options_of(kind: str, module: nn.Module, *dtypes: Any) -> Options | None:
 def _options(kind: str, module: nn.Module, dtypes: tuple[Any, ...]) -> Options | None:
     wide = tuple(torch.float32 if isinstance(d, torch.dtype) else d for d in dtypes)
     try:
-        agreeing = {
-            options: _difference(kind, module, options, wide) for options in KINDS[kind].candidates
-        }
-        agreeing = {options: d for options, d in agreeing.items() if d <= NEAR}
+        agreeing = _agreeing(kind, module, KINDS[kind].candidates, wide, NEAR)
         if agreeing and dtypes != wide:
-            eps = max(torch.finfo(d).eps for d in (*dtypes, torch.float32) if isinstance(d, torch.dtype))
-            agreeing = {options: _difference(kind, module, options, dtypes) for options in agreeing}
-            agreeing = {options: d for options, d in agreeing.items() if d <= ROUNDINGS * eps}
+            eps = max(torch.finfo(d).eps for d in (*dtypes, *wide) if isinstance(d, torch.dtype))
+            agreeing = _agreeing(kind, module, list(agreeing), dtypes, ROUNDINGS * eps)
         if agreeing:
             return min(agreeing, key=lambda options: agreeing[options])
         reason = "its forward computes something else"
     except Exception as error:
         reason = f"its forward cannot be compared: {type(error).__name__}: {error}"
     warnings.warn(
-        f"liger_ops: {type(module).__name__} keeps its own forward, as {kind} is not what it"
-        f" computes: {reason}",
+        f"liger_ops: {type(module).__name__} keeps its own forward, which is not the layer {kind}:"
+        f" {reason}",
         stacklevel=3,
     )
     return None
 
 
-def _difference(kind: str, module: nn.Module, options: Options, dtypes: tuple[Any, ...]) -> float:
-    """Return the largest difference of the op's results and the own code's, relative to the largest
-    number, or infinity if their shapes or dtypes differ."""
-    found = KINDS[kind]
-    parts, calls = found.example(module, *dtypes)
+def _agreeing(
+    kind: str, module: nn.Module, candidates: Sequence[Options], dtypes: tuple[Any, ...],
+    tolerance: float,
+) -> dict[Options, float]:  # fmt: skip
+    """Return the options with which the op's results have the shapes and dtypes of the own code's,
+    with the largest difference of both, relative to the largest number."""
+    parts, calls = KINDS[kind].example(module, *dtypes)
     small = _with_parts(module, parts)
-    differences = [
-        _distance(found.compute(small, *args, **dict(options)), found.own(small, *args))
-        for args in calls
-    ]
-    return max(differences)
+    expected = [KINDS[kind].own(small, *args) for args in calls]
+    agreeing = {}
+    for options in candidates:
+        # An op refuses tables or a gate of another form.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            actual = [KINDS[kind].compute(small, *args, **dict(options)) for args in calls]
+            distance = max(map(_distance, actual, expected))
+            if distance <= tolerance:
+                agreeing[options] = distance
+    return agreeing
 
 
 def _distance(actual: Any, expected: Any) -> float:

@@ -1,0 +1,54 @@
+"""Use a repository that `build` wrote, with the package `kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from . import layers
+
+# Layers that no model of transformers asks for by name. A model gets them by `name_layers`.
+UNNAMED = ("SwiGLUMLP", "ForCausalLMLoss")
+PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+
+
+def mapping(folder: Path, device: str, names: Iterable[str] = layers.__all__) -> dict[str, Any]:
+    """Return the mapping for `kernels.use_kernel_mapping` that gives each name its layer.
+
+    Args:
+        folder: the repository.
+        device: as `kernels.kernelize` names it: "cpu", "cuda", "rocm" or "npu".
+        names: the layers.
+    """
+    from kernels import LocalLayerRepository
+
+    return {name: {device: LocalLayerRepository(folder, layer_name=name)} for name in names}
+
+
+def name_layers(model: Any) -> None:
+    """Give the gated MLPs and the loss of a transformers model the names of their layers, by which
+    `kernels.kernelize` finds them. The names are the classes', for all models of the process."""
+    from kernels import replace_kernel_forward_from_hub, use_kernel_forward_from_hub
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    for module in model.modules():
+        children = {name for name, _ in module.named_children()}
+        if any(projections <= children for projections in PROJECTIONS) and not hasattr(
+            type(module), "kernel_layer_name"
+        ):
+            replace_kernel_forward_from_hub(type(module), "SwiGLUMLP")
+    if model.loss_function is ForCausalLMLoss:
+        # Not by the property loss_function: nn.Module would make a child of that name.
+        model._loss_function = use_kernel_forward_from_hub("ForCausalLMLoss")(ForCausalLMLoss)
+
+
+def restore(model: nn.Module) -> None:
+    """Give the layers of a model, and the functions that it shares with others of its kind, their
+    own forwards again."""
+    for module in model.modules():
+        for layer in (module, *getattr(module, "_kernel_funcs", {}).values()):
+            if hasattr(type(layer), "kernel_layer_name"):
+                vars(layer).pop("forward", None)

@@ -1,0 +1,197 @@
+"""Train models with the layers of a build for the kernels hub, and write hub.md.
+
+    python tests/support/hub_report.py                   # all causal language models
+    python tests/support/hub_report.py LlamaForCausalLM  # some of them, by name
+    python tests/support/hub_report.py --missing         # those not in the document
+    python tests/support/hub_report.py --backend aot_eager --document /tmp/hub.md
+
+Needs the package `kernels`, and a transformers that takes it: docs/hub.md has the versions. The
+document keeps its rows of other models, and is written after each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import fx, nn
+from transformers.models.auto import modeling_auto
+
+import paths  # noqa: F401
+
+# isort: split
+from liger_ops.hub import build, layers, local
+from trained_models import MODELS
+from training_steps import NEAR, CannotTrain, Model, difference, one_line, own_results, randomized
+from compiled_models import loss_of, results
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "hub.md"
+EQUAL = "equal"
+# Column -> whether the model is compiled, and whether its MLPs and its loss are layers too.
+WAYS = {"eager": (False, False), "compiled": (True, False), "with MLPs and loss": (True, True)}
+
+INTRODUCTION = """\
+# Models of transformers with the layers of the kernels hub
+
+Written by `python tests/support/hub_report.py`: torch {torch}, transformers {transformers},
+kernels {kernels}, on a CPU.
+
+The models are the causal language models of transformers that ask for a layer by name, made small
+with random weights in float32. A batch has labels, and an `attention_mask` with padding in one row.
+Each trains one step in three ways, and the loss and the gradient of every parameter are compared
+with those of the model as it is. "eager" is after `kernelize(model, mode=Mode.TRAINING)`.
+"compiled" is after `kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)`, by
+`torch.compile(fullgraph=True, backend="{backend}")`, which raises at a graph break. The last column
+is the same where gated MLPs and the loss have the names of their layers too (docs/hub.md).
+
+"{equal}" means that the largest relative difference is at most {near:.0e}: sums have another order.
+The column "ops" counts the nodes of the ops in the graph of the last way; "own" are classes of
+which a layer ran the model's own forward.
+
+{equal_count} of {count} models are equal in all ways.
+
+| model | ops | own | {ways} |
+| --- | --- | --- | {dashes} |
+"""
+
+
+def kernelized(model: nn.Module, folder: Path, with_all: bool, compiled: bool) -> nn.Module:
+    """Give a model the layers of the repository."""
+    from kernels import Mode, kernelize, use_kernel_mapping
+
+    if with_all:
+        local.name_layers(model)
+    mode = Mode.TRAINING | Mode.TORCH_COMPILE if compiled else Mode.TRAINING
+    names = [name for name in layers.__all__ if with_all or name not in local.UNNAMED]
+    with use_kernel_mapping(local.mapping(folder, "cpu", names), inherit_mapping=False):
+        return kernelize(model, mode=mode, device="cpu")
+
+
+def asks_for_layers(model: nn.Module) -> bool:
+    """Return whether a module of a model, or a function of one, asks for a layer by name."""
+    candidates = [
+        candidate
+        for module in model.modules()
+        for candidate in (module, *getattr(module, "_kernel_funcs", {}).values())
+    ]
+    names = {getattr(type(candidate), "kernel_layer_name", None) for candidate in candidates}
+    return not names.isdisjoint(layers.__all__)
+
+
+def counting(backend: str, ops: Counter[str]) -> Callable[..., Any]:
+    """Return the backend, which first counts the nodes of a build's ops in the graph."""
+    compile_graph = torch._dynamo.lookup_backend(backend)
+
+    def run(module: fx.GraphModule, inputs: Any) -> Any:
+        for node in module.graph.nodes:
+            namespace, _, op = str(node.target).partition(".")
+            if namespace.startswith(build.PYTHON_NAME):
+                ops[op.removesuffix(".default")] += 1
+        return compile_graph(module, inputs)
+
+    return run
+
+
+def trained(model: Model, folder: Path, backend: str) -> list[str]:
+    """Train a model in all ways, and return the cells of its row after the name."""
+    try:
+        own = own_results(model)
+    except CannotTrain as reason:
+        return ["", "", *[f"not without layers: {reason}"] * len(WAYS)]
+    ops: Counter[str] = Counter()
+    kept: set[str] = set()
+    outcomes = []
+    for compiled, with_all in WAYS.values():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        made = randomized(model.build())
+        ops.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                made = kernelized(made, folder, with_all, compiled)
+                loss = loss_of(made)
+                if compiled:
+                    loss = torch.compile(loss, fullgraph=True, backend=counting(backend, ops))
+                apart = difference(results(made, loss, model.batch()), own)
+                outcomes.append(EQUAL if apart <= NEAR else f"**wrong**: {apart:.1e}")
+            except Exception as error:
+                outcomes.append(f"**fails**: {one_line(error)}")
+            finally:
+                local.restore(made)
+        texts = [str(warning.message) for warning in caught]
+        kept |= {text.split()[1] for text in texts if "keeps its own forward" in text}
+    counted = ", ".join(f"{count} {op}" for op, count in sorted(ops.items()))
+    return [counted or "none", ", ".join(sorted(kept)), *outcomes]
+
+
+def rows(path: Path) -> dict[str, list[str]]:
+    """Read the rows of the document, by model."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: rest for name, *rest in cells if name in MODELS and len(rest) == 2 + len(WAYS)}
+
+
+def document(known: dict[str, list[str]], backend: str) -> str:
+    introduction = INTRODUCTION.format(
+        torch=torch.__version__.split("+")[0],
+        transformers=transformers.__version__,
+        kernels=version("kernels"),
+        backend=backend,
+        equal=EQUAL,
+        near=NEAR,
+        equal_count=sum(set(cells[2:]) == {EQUAL} for cells in known.values()),
+        count=len(known),
+        ways=" | ".join(WAYS),
+        dashes=" | ".join("---" for _ in WAYS),
+    )
+    return introduction + "".join(
+        f"| {' | '.join([name, *known[name]])} |\n" for name in sorted(known)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="MODEL", help="by default all")
+    parser.add_argument("--missing", action="store_true", help="those that the document has not")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="by default hub.md")
+    arguments = parser.parse_args()
+    # Everything is on this machine.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    known = rows(arguments.document)
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    names = arguments.names or [
+        name for name in MODELS if name in causal and not (arguments.missing and name in known)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        build.write(Path(folder))
+        for name in names:
+            model = MODELS[name]
+            try:
+                if not asks_for_layers(model.build()):
+                    continue
+            except Exception as error:
+                print(name, one_line(error), sep=" | ", flush=True)
+                continue
+            known[name] = [
+                cell.replace("|", "/") for cell in trained(model, Path(folder), arguments.backend)
+            ]
+            print(name, *known[name], sep=" | ", flush=True)
+            arguments.document.write_text(document(known, arguments.backend))
+
+
+if __name__ == "__main__":
+    main()
