@@ -10,8 +10,10 @@ from torch import nn
 
 from . import layers
 
-# Layers that no model of transformers asks for by name. A model gets them by `name_layers`.
+# Layers that no model of transformers asks for by name. A model gets them by `use_more`.
 UNNAMED = ("SwiGLUMLP", "ForCausalLMLoss")
+# The name of an experts implementation.
+EXPERTS = "liger-hub"
 PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -28,10 +30,17 @@ def mapping(folder: Path, device: str, names: Iterable[str] = layers.__all__) ->
     return {name: {device: LocalLayerRepository(folder, layer_name=name)} for name in names}
 
 
-def name_layers(model: Any) -> None:
-    """Give the gated MLPs and the loss of a transformers model the names of their layers, by which
-    `kernels.kernelize` finds them. The names are the classes', for all models of the process."""
-    from kernels import replace_kernel_forward_from_hub, use_kernel_forward_from_hub
+def use_more(model: Any, folder: Path) -> None:
+    """Prepare a transformers model for what it does not ask for by name: give its gated MLPs and
+    its loss the names of their layers, by which `kernels.kernelize` finds them, and have
+    `experts_forward` compute its experts. The names are the classes', for all models of the
+    process."""
+    from kernels import (
+        get_local_kernel,
+        replace_kernel_forward_from_hub,
+        use_kernel_forward_from_hub,
+    )
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     for module in model.modules():
@@ -43,6 +52,9 @@ def name_layers(model: Any) -> None:
     if model.loss_function is ForCausalLMLoss:
         # Not by the property loss_function: nn.Module would make a child of that name.
         model._loss_function = use_kernel_forward_from_hub("ForCausalLMLoss")(ForCausalLMLoss)
+    if any(hasattr(module, "_apply_gate") for module in model.modules()):
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, get_local_kernel(folder).experts_forward)
+        model.set_experts_implementation(EXPERTS)
 
 
 def restore(model: nn.Module) -> None:

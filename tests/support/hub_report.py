@@ -3,7 +3,7 @@
     python tests/support/hub_report.py                   # all causal language models
     python tests/support/hub_report.py LlamaForCausalLM  # some of them, by name
     python tests/support/hub_report.py --missing         # those not in the document
-    python tests/support/hub_report.py --backend aot_eager --document /tmp/hub.md
+    python tests/support/hub_report.py --backend inductor --document /tmp/hub.md
 
 Needs the package `kernels`, and a transformers that takes it: docs/hub.md has the versions. The
 document keeps its rows of other models, and is written after each model.
@@ -12,6 +12,7 @@ document keeps its rows of other models, and is written after each model.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import tempfile
@@ -32,13 +33,13 @@ import paths  # noqa: F401
 # isort: split
 from liger_ops.hub import build, layers, local
 from trained_models import MODELS
-from training_steps import NEAR, CannotTrain, Model, difference, one_line, own_results, randomized
+from training_steps import NEAR, CannotTrain, Model, difference, one_line, own_results, randomized, step
 from compiled_models import loss_of, results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "hub.md"
-EQUAL = "equal"
-# Column -> whether the model is compiled, and whether its MLPs and its loss are layers too.
-WAYS = {"eager": (False, False), "compiled": (True, False), "with MLPs and loss": (True, True)}
+EQUAL, SAME_ERROR = "equal", "not without layers"
+# Column -> whether the model is compiled, and whether its MLPs, loss and experts are layers too.
+WAYS = {"eager": (False, False), "compiled": (True, False), "with more": (True, True)}
 
 INTRODUCTION = """\
 # Models of transformers with the layers of the kernels hub
@@ -51,11 +52,12 @@ with random weights in float32. A batch has labels, and an `attention_mask` with
 Each trains one step in three ways, and the loss and the gradient of every parameter are compared
 with those of the model as it is. "eager" is after `kernelize(model, mode=Mode.TRAINING)`.
 "compiled" is after `kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)`, by
-`torch.compile(fullgraph=True, backend="{backend}")`, which raises at a graph break. The last column
-is the same where gated MLPs and the loss have the names of their layers too (docs/hub.md).
+`torch.compile(fullgraph=True, backend="{backend}")`, which raises at a graph break. "with more" is
+the same with the gated MLPs, the loss and the experts too, which transformers does not name
+(docs/hub.md).
 
 "{equal}" means that the largest relative difference is at most {near:.0e}: sums have another order.
-The column "ops" counts the nodes of the ops in the graph of the last way; "own" are classes of
+"{same_error}" means that the model as it is does not compile in one graph either. The column "ops" counts the nodes of the ops in the graph of the last way; "own" are classes of
 which a layer ran the model's own forward.
 
 {equal_count} of {count} models are equal in all ways.
@@ -70,7 +72,7 @@ def kernelized(model: nn.Module, folder: Path, with_all: bool, compiled: bool) -
     from kernels import Mode, kernelize, use_kernel_mapping
 
     if with_all:
-        local.name_layers(model)
+        local.use_more(model, folder)
     mode = Mode.TRAINING | Mode.TORCH_COMPILE if compiled else Mode.TRAINING
     names = [name for name in layers.__all__ if with_all or name not in local.UNNAMED]
     with use_kernel_mapping(local.mapping(folder, "cpu", names), inherit_mapping=False):
@@ -107,7 +109,7 @@ def trained(model: Model, folder: Path, backend: str) -> list[str]:
     try:
         own = own_results(model)
     except CannotTrain as reason:
-        return ["", "", *[f"not without layers: {reason}"] * len(WAYS)]
+        return ["", "", *[f"{SAME_ERROR}: {reason}"] * len(WAYS)]
     ops: Counter[str] = Counter()
     kept: set[str] = set()
     outcomes = []
@@ -126,13 +128,24 @@ def trained(model: Model, folder: Path, backend: str) -> list[str]:
                 apart = difference(results(made, loss, model.batch()), own)
                 outcomes.append(EQUAL if apart <= NEAR else f"**wrong**: {apart:.1e}")
             except Exception as error:
-                outcomes.append(f"**fails**: {one_line(error)}")
+                alone = compiled and fails_alone(model, backend)
+                outcomes.append(f"{SAME_ERROR if alone else '**fails**'}: {one_line(error)}")
             finally:
                 local.restore(made)
         texts = [str(warning.message) for warning in caught]
         kept |= {text.split()[1] for text in texts if "keeps its own forward" in text}
     counted = ", ".join(f"{count} {op}" for op, count in sorted(ops.items()))
     return [counted or "none", ", ".join(sorted(kept)), *outcomes]
+
+
+@functools.cache
+def fails_alone(model: Model, backend: str) -> bool:
+    """Return whether the model as it is cannot be compiled in one graph."""
+    try:
+        step(model, "plain", fullgraph=True, backend=backend)
+    except Exception:
+        return True
+    return False
 
 
 def rows(path: Path) -> dict[str, list[str]]:
@@ -149,6 +162,7 @@ def document(known: dict[str, list[str]], backend: str) -> str:
         kernels=version("kernels"),
         backend=backend,
         equal=EQUAL,
+        same_error=SAME_ERROR,
         near=NEAR,
         equal_count=sum(set(cells[2:]) == {EQUAL} for cells in known.values()),
         count=len(known),
@@ -164,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MODEL", help="by default all")
     parser.add_argument("--missing", action="store_true", help="those that the document has not")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="aot_eager", help="of torch.compile")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="by default hub.md")
     arguments = parser.parse_args()
     # Everything is on this machine.
