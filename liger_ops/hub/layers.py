@@ -3,7 +3,8 @@
 `kernels.kernelize` puts the forward of such a class into the place of a module's own. The classes
 have no state: `self` is the model's module, with its parameters and attributes. A layer calls an op
 with the options that compute what the module's class computes, and where there are none it runs the
-module's own forward (`recognise`). All of them train, and compile without a graph break.
+module's own forward (`recognise`). All of them train, and compile without a graph break with torch
+2.13 or later.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Dynamo of older versions cannot call `options_of`, a function of a module, while it traces.
+TRACES = torch.__version__ >= "2.13"
+
+
 class Layer(nn.Module):
     """The attributes by which `kernels` knows what a layer can do."""
 
-    can_torch_compile = True
+    can_torch_compile = TRACES
     has_backward = True
 
 
@@ -48,7 +53,7 @@ class RMSNorm(Layer):
 
 
 class RMSNormZeroCentered(RMSNorm):
-    """The same for modules that add 1 to their weight (Gemma, Qwen3.5)."""
+    """`rms_norm`, of modules that add 1 to their weight (Qwen3.5)."""
 
 
 class RMSNormGated(Layer):
@@ -87,7 +92,7 @@ class SwiGLUMLP(Layer):
 
 
 class GeGLUMLP(SwiGLUMLP):
-    """The same under its other name."""
+    """`geglu` or `swiglu`: `SwiGLUMLP` under its other name."""
 
 
 class MegaBlocksMoeMLP(Layer):
@@ -110,29 +115,37 @@ class ForCausalLMLoss(Layer):
 
 
 class SiLU(Layer):
+    """`torch.nn.functional.silu`."""
+
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(input)
 
 
 class GeLU(Layer):
+    """`torch.nn.functional.gelu`, with erf."""
+
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input)
 
 
 class GeluTanh(Layer):
+    """`torch.nn.functional.gelu`, with tanh."""
+
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input, approximate="tanh")
 
 
 class NewGELU(GeluTanh):
-    """The same by one kernel in place of eight."""
+    """`torch.nn.functional.gelu`, with tanh: one kernel in place of eight."""
 
 
 class FastGELU(GeluTanh):
-    """The same."""
+    """`torch.nn.functional.gelu`, with tanh."""
 
 
 class QuickGELU(Layer):
+    """x * sigmoid(1.702 * x)."""
+
     def forward(self, input: Tensor) -> Tensor:
         return input * torch.sigmoid(1.702 * input)
 

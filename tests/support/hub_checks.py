@@ -27,6 +27,10 @@ import hub_modules
 HIDDEN = ("liger_ops", "transformers", "kernels", "einops")
 
 
+# Dynamo of older versions cannot trace the layers, which say so.
+TRACES = torch.__version__ >= "2.13"
+
+
 class Hidden:
     """A finder that finds none of HIDDEN."""
 
@@ -73,10 +77,12 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 def check(kernel: ModuleType, case: hub_modules.Case) -> None:
     """Compare a layer, eager and compiled, with the module's own code."""
     layer = getattr(kernel.layers, case.layer)
-    assert layer.can_torch_compile and layer.has_backward
+    assert layer.can_torch_compile is TRACES and layer.has_backward
     expected = outcome(case.module, case.args)
     module = replaced(case.module, layer)
     assert_equal(outcome(module, case.args), expected)
+    if not TRACES:
+        return
     targets = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
