@@ -18,6 +18,8 @@ REPOSITORY = f"kernels-community/{NAME}"
 # The version of what the layers take and return, by which a user of the hub asks for a kernel.
 VERSION = 1
 LICENSE = "Apache-2.0"
+# What a build may replace, or leave.
+OWN = {"build", "torch-ext", "build.toml", "CARD.md", "LICENSE", ".git", ".gitattributes"}
 # Name of a variant's folder -> the backend in its metadata.
 BACKENDS = {"cpu": "cpu", "cuda": "cuda", "npu": "cann", "rocm": "rocm"}
 
@@ -38,11 +40,9 @@ def write(folder: Path, repository: str = REPOSITORY) -> dict[str, str]:
     Raises:
         ValueError: the folder has files and no earlier repository.
     """
-    own = ("build", "torch-ext", "build.toml", "CARD.md", "LICENSE")
-    if folder.exists():
-        others = {path.name for path in folder.iterdir()}.difference(own, (".git", ".gitattributes"))
-        if others or not folder.is_dir():
-            raise ValueError(f"{folder} has files that are not of an earlier build: {sorted(others)}")
+    others = {path.name for path in folder.iterdir()} - OWN if folder.exists() else set()
+    if others:
+        raise ValueError(f"{folder} has files that no build wrote: {', '.join(sorted(others))}")
     for name in ("build", "torch-ext"):
         shutil.rmtree(folder / name, ignore_errors=True)
     files, digest = package()

@@ -38,8 +38,9 @@ def experts_forward(
     """
     options = options_of("experts", module)
     if options is None or module.has_post_expert_norm:
-        reason = "the activation" if options is None else "the norm after each expert"
-        raise ValueError(f"experts_forward: moe_experts has not {reason} of {type(module).__name__}")
+        reason = "activation" if options is None else "norm after each expert"
+        name = type(module).__name__
+        raise ValueError(f"experts_forward: moe_experts has no {reason} as that of {name}")
     first = "gate_up_proj" if module.has_gate else "up_proj"
     gate_up, down = getattr(module, first), module.down_proj
     if module.is_transposed:

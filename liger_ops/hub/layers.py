@@ -66,7 +66,7 @@ class RMSNormGated(Layer):
         return run("RMSNormGated", self, (hidden_states, gate), dtypes)
 
 
-class rotary_pos_emb(Layer):  # noqa: N801, the name that transformers looks up
+class rotary_pos_emb(Layer):
     """`rope`, of queries and keys of four dimensions: the layout of pairs is the function's."""
 
     def forward(
@@ -257,7 +257,7 @@ def _gated_mlp(module: Any, x: Tensor, activation: str) -> Any:
 
 
 def _gated_mlp_example(module: Any) -> Any:
-    D, I = 6, 10  # noqa: E741
+    D, I = 6, 10
     widths = {"gate_up_proj": (D, 2 * I), "gate_proj": (D, I), "up_proj": (D, I)}
     parts = {
         name: _linear(*shape, phase=float(i))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import layers
@@ -28,6 +29,29 @@ def mapping(folder: Path, device: str, names: Iterable[str] = layers.__all__) ->
     from kernels import LocalLayerRepository
 
     return {name: {device: LocalLayerRepository(folder, layer_name=name)} for name in names}
+
+
+def kernelize(model: Any, folder: Path, with_more: bool = True, compiled: bool = True) -> None:
+    """Give a transformers model the layers of a repository, for training.
+
+    Args:
+        model: it is changed.
+        folder: the repository.
+        with_more: also what the model does not ask for by name, as `use_more` describes.
+        compiled: whether the model is compiled afterwards.
+    """
+    from kernels import Mode, use_kernel_mapping
+    from kernels import kernelize as replace_forwards
+
+    if with_more:
+        use_more(model, folder)
+    mode = Mode.TRAINING | Mode.TORCH_COMPILE if compiled else Mode.TRAINING
+    # PyTorch calls AMD's GPUs cuda, too.
+    device = next(model.parameters()).device.type
+    device = "rocm" if device == "cuda" and torch.version.hip else device
+    names = [name for name in layers.__all__ if with_more or name not in UNNAMED]
+    with use_kernel_mapping(mapping(folder, device, names), inherit_mapping=False):
+        replace_forwards(model, mode=mode, device=device)
 
 
 def use_more(model: Any, folder: Path) -> None:

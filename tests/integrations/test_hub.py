@@ -22,8 +22,8 @@ import hub_checks
 import hub_modules
 from liger_ops.hub import __main__ as command
 from liger_ops.hub import build, layers, local
-from liger_ops.hub.sources import modules
 from liger_ops.hub.experts import experts_forward
+from liger_ops.hub.sources import modules
 from sources import ROOT
 
 # Where torch_npu, or CANN's tbe, is imported, it has been found before.
@@ -59,9 +59,7 @@ def test_a_build_imports_torch_and_triton_alone(folder: Path) -> None:
 
 def test_files_are_copies_and_have_their_digests(folder: Path) -> None:
     """Beside the namespace, and the package's `__init__.py`."""
-    copies = {
-        Path(*name.split(".")[1:]).as_posix(): file for name, file in modules().items()
-    }
+    copies = {Path(*name.split(".")[1:]).as_posix(): file for name, file in modules().items()}
     for backend, kind in build.BACKENDS.items():
         variant = folder / "build" / f"torch-{backend}"
         metadata = json.loads((variant / "metadata.json").read_text())
@@ -149,7 +147,7 @@ def test_experts_as_a_function_of_transformers() -> None:
         experts_forward(experts, rows, index, scores), experts(rows, index, scores)
     )
     experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="the norm after each expert of Experts"):
+    with pytest.raises(ValueError, match="no norm after each expert as that of Experts"):
         experts_forward(experts, rows, index, scores)
 
 

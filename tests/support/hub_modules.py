@@ -1,4 +1,4 @@
-"""Modules as models write them, that ask the kernels hub for layers. Nothing but torch is needed."""
+"""Modules as models write them, for which the kernels hub has layers. They need torch alone."""
 
 from __future__ import annotations
 

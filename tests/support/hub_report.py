@@ -31,10 +31,19 @@ from transformers.models.auto import modeling_auto
 import paths  # noqa: F401
 
 # isort: split
+from compiled_models import loss_of, results
 from liger_ops.hub import build, layers, local
 from trained_models import MODELS
-from training_steps import NEAR, CannotTrain, Model, difference, one_line, own_results, randomized, step
-from compiled_models import loss_of, results
+from training_steps import (
+    NEAR,
+    CannotTrain,
+    Model,
+    difference,
+    one_line,
+    own_results,
+    randomized,
+    step,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "hub.md"
 EQUAL, SAME_ERROR = "equal", "not without layers"
@@ -57,26 +66,15 @@ the same with the gated MLPs, the loss and the experts too, which transformers d
 (docs/hub.md).
 
 "{equal}" means that the largest relative difference is at most {near:.0e}: sums have another order.
-"{same_error}" means that the model as it is does not compile in one graph either. The column "ops" counts the nodes of the ops in the graph of the last way; "own" are classes of
-which a layer ran the model's own forward.
+"{same_error}" means that the model as it is does not compile in one graph either. The column
+"ops" counts the nodes of the ops in the graph of the last way; "own" are classes of which a layer
+ran the model's own forward.
 
 {equal_count} of {count} models are equal in all ways.
 
 | model | ops | own | {ways} |
 | --- | --- | --- | {dashes} |
 """
-
-
-def kernelized(model: nn.Module, folder: Path, with_all: bool, compiled: bool) -> nn.Module:
-    """Give a model the layers of the repository."""
-    from kernels import Mode, kernelize, use_kernel_mapping
-
-    if with_all:
-        local.use_more(model, folder)
-    mode = Mode.TRAINING | Mode.TORCH_COMPILE if compiled else Mode.TRAINING
-    names = [name for name in layers.__all__ if with_all or name not in local.UNNAMED]
-    with use_kernel_mapping(local.mapping(folder, "cpu", names), inherit_mapping=False):
-        return kernelize(model, mode=mode, device="cpu")
 
 
 def asks_for_layers(model: nn.Module) -> bool:
@@ -113,7 +111,7 @@ def trained(model: Model, folder: Path, backend: str) -> list[str]:
     ops: Counter[str] = Counter()
     kept: set[str] = set()
     outcomes = []
-    for compiled, with_all in WAYS.values():
+    for compiled, with_more in WAYS.values():
         torch._dynamo.reset()
         torch.manual_seed(0)
         made = randomized(model.build())
@@ -121,7 +119,7 @@ def trained(model: Model, folder: Path, backend: str) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                made = kernelized(made, folder, with_all, compiled)
+                local.kernelize(made, folder, with_more, compiled)
                 loss = loss_of(made)
                 if compiled:
                     loss = torch.compile(loss, fullgraph=True, backend=counting(backend, ops))
