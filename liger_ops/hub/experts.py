@@ -13,7 +13,7 @@ from ..ops.activations.geglu import geglu
 from ..ops.activations.relu_squared import relu_squared
 from ..ops.activations.swiglu import swiglu
 from ..ops.experts.moe_experts import moe_experts
-from .recognise import KINDS, Kind, numbers, options_of
+from .recognise import KINDS, Kind, identity_of, numbers, options_of
 
 
 def experts_forward(
@@ -36,7 +36,7 @@ def experts_forward(
     Raises:
         ValueError: the activation is none of `moe_experts`'s, or a norm follows the experts.
     """
-    options = options_of("experts", module)
+    options = _options_of(module)
     if options is None or module.has_post_expert_norm:
         reason = "activation" if options is None else "norm after each expert"
         name = type(module).__name__
@@ -61,11 +61,15 @@ def run_experts(experts: Any, rows: Tensor, index: Tensor, scores: Tensor) -> Te
     """Compute experts by `moe_experts`, or by their own forward where that is something else."""
     if (
         hasattr(experts, "is_transposed") and not experts.has_post_expert_norm
-        and options_of("experts", experts) is not None
+        and _options_of(experts) is not None
     ):  # fmt: skip
         return experts_forward(experts, rows, index, scores)
     y: Tensor = experts(rows, index, scores)
     return y
+
+
+def _options_of(module: Any) -> Any:
+    return options_of("experts", module, identity_of(getattr(module, "act_fn", None)))
 
 
 def _clamps(module: Any, activation: str, **options: Any) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def _candidates() -> list[tuple[tuple[str, Any], ...]]:
     ]
 
 
-def _example(module: Any) -> Any:
+def _example(module: Any, activation: Any) -> Any:
     # Beyond the limits of clamps too.
     return {}, [(20 * numbers(3, 16),)]
 

@@ -22,7 +22,7 @@ from ..ops.norms.gated_rms_norm import gated_rms_norm
 from ..ops.norms.rms_norm import rms_norm
 from ..ops.rope.rope import rope
 from .experts import run_experts
-from .recognise import KINDS, Kind, Parts, numbers, own_forward, run
+from .recognise import KINDS, Kind, Parts, identity_of, numbers, own_forward, run
 
 __all__ = [
     "FastGELU", "ForCausalLMLoss", "GeGLUMLP", "GeLU", "GeluTanh", "MegaBlocksMoeMLP", "NewGELU",
@@ -63,7 +63,8 @@ class RMSNormGated(Layer):
         if gate is None:
             return own_forward(self, hidden_states)
         dtypes = (hidden_states.dtype, gate.dtype, self.weight.dtype)
-        return run("RMSNormGated", self, (hidden_states, gate), dtypes)
+        form = (*dtypes, identity_of(getattr(self, "activation", None)))
+        return run("RMSNormGated", self, (hidden_states, gate), form)
 
 
 class rotary_pos_emb(Layer):
@@ -88,7 +89,8 @@ class SwiGLUMLP(Layer):
     `gate_up_proj` and `down_proj`: the activation is the module's."""
 
     def forward(self, x: Tensor) -> Any:
-        return run("gated MLP", self, (x,))
+        activations = [getattr(self, name, None) for name in ("act_fn", "activation_fn")]
+        return run("gated MLP", self, (x,), tuple(map(identity_of, activations)))
 
 
 class GeGLUMLP(SwiGLUMLP):
@@ -111,7 +113,7 @@ class ForCausalLMLoss(Layer):
         shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         args = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-        return run("ForCausalLMLoss", self, args, (logits.dtype,))
+        return run("ForCausalLMLoss", self, args, (logits.dtype,), **kwargs)
 
 
 class SiLU(Layer):
@@ -193,8 +195,9 @@ def _gated_norm(module: Any, x: Tensor, gate: Tensor, **options: Any) -> Any:
 
 
 def _gated_norm_example(
-    module: Any, dtype: torch.dtype, gate_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> Any:
+    module: Any, dtype: torch.dtype, gate_dtype: torch.dtype, weight_dtype: torch.dtype,
+    activation: Any,
+) -> Any:  # fmt: skip
     parts, [(x,)] = _norm_example(module, dtype, weight_dtype)
     return parts, [(x, numbers(*x.shape, dtype=gate_dtype, phase=0.5) * 4)]
 
@@ -256,7 +259,7 @@ def _gated_mlp(module: Any, x: Tensor, activation: str) -> Any:
     return module.down_proj(_activated(activation, module.gate_proj(x), module.up_proj(x)))
 
 
-def _gated_mlp_example(module: Any) -> Any:
+def _gated_mlp_example(module: Any, *activations: Any) -> Any:
     D, I = 6, 10
     widths = {"gate_up_proj": (D, 2 * I), "gate_proj": (D, I), "up_proj": (D, I)}
     parts = {

@@ -1,4 +1,4 @@
-"""What a repository for the kernels hub offers: layers, experts, and the ops that these call.
+"""The contents of a repository for the kernels hub: layers, experts, and the ops that they call.
 
 It is the first import of such a repository. It registers the ops, as `liger_ops/__init__.py` does
 for all of them, and is not imported in liger_ops.

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     """A kind of layer.
 
     compute(module, *args, **options) calls the op. candidates are the options that are compared.
-    example(module, *dtypes) returns the parts of a small module, and arguments for several calls.
+    example(module, *form) returns the parts of a small module, and arguments for several calls.
     own(module, *args) runs the module's own code.
     """
 
@@ -49,52 +49,62 @@ _found: weakref.WeakKeyDictionary[nn.Module, dict[Any, Options | None]]
 _found = weakref.WeakKeyDictionary()
 
 
-def own_forward(module: nn.Module, *args: Any) -> Any:
+def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of the module's class, in whose place a layer of the hub runs."""
-    return type(module).forward(module, *args)
+    return type(module).forward(module, *args, **kwargs)
 
 
-def run(kind: str, module: nn.Module, args: tuple[Any, ...], dtypes: tuple[Any, ...] = ()) -> Any:
+def run(
+    kind: str, module: nn.Module, args: tuple[Any, ...], form: tuple[Any, ...] = (), **kwargs: Any
+) -> Any:
     """Compute the layer by its op, or by the module's own code if that computes something else.
 
     Args:
         kind: a key of KINDS.
         module: the model's module.
         args: the arguments of its forward.
-        dtypes: those of the tensors that decide where the result is rounded.
+        form: the dtypes of the tensors, which decide where the result is rounded, and whatever else
+            of the module and the call decides the options. Dynamo compiles a module again if one
+            of these differs, and uses the graph of one module for others of its class if not.
+        kwargs: what the module's own forward is given beside args, and the op does not read.
     """
-    options = options_of(kind, module, *dtypes)
+    options = options_of(kind, module, *form)
     if options is None:
-        return KINDS[kind].own(module, *args)
+        return KINDS[kind].own(module, *args, **kwargs)
     return KINDS[kind].compute(module, *args, **dict(options))
+
+
+def identity_of(activation: Any) -> Any:
+    """Return what says which activation a module calls: a function, or the class of a module."""
+    return type(activation) if isinstance(activation, nn.Module) else activation
 
 
 # Dynamo calls it while it traces, and takes the result for a constant.
 @torch.compiler.assume_constant_result
-def options_of(kind: str, module: nn.Module, *dtypes: Any) -> Options | None:
+def options_of(kind: str, module: nn.Module, *form: Any) -> Options | None:
     """Return the options with which the op computes what the module's own code does, or None.
 
-    The first call for a module and these dtypes computes the examples. If no options agree, it
-    warns.
+    The first call for a module and this form, as of `run`, computes the examples. If no options
+    agree, it warns.
     """
     known = _found.setdefault(module, {})
-    key = (kind, dtypes)
+    key = (kind, form)
     if key not in known:
         with (
             disable_current_modes(), torch.no_grad(), torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
         ):  # fmt: skip
-            known[key] = _options(kind, module, dtypes)
+            known[key] = _options(kind, module, form)
     return known[key]
 
 
-def _options(kind: str, module: nn.Module, dtypes: tuple[Any, ...]) -> Options | None:
-    wide = tuple(torch.float32 if isinstance(d, torch.dtype) else d for d in dtypes)
+def _options(kind: str, module: nn.Module, form: tuple[Any, ...]) -> Options | None:
+    wide = tuple(torch.float32 if isinstance(d, torch.dtype) else d for d in form)
     try:
         agreeing = _agreeing(kind, module, KINDS[kind].candidates, wide, NEAR)
-        if agreeing and dtypes != wide:
-            eps = max(torch.finfo(d).eps for d in (*dtypes, *wide) if isinstance(d, torch.dtype))
-            agreeing = _agreeing(kind, module, list(agreeing), dtypes, ROUNDINGS * eps)
+        if agreeing and form != wide:
+            eps = max(torch.finfo(d).eps for d in (*form, *wide) if isinstance(d, torch.dtype))
+            agreeing = _agreeing(kind, module, list(agreeing), form, ROUNDINGS * eps)
         if agreeing:
             return min(agreeing, key=lambda options: agreeing[options])
         reason = "its forward computes something else"
@@ -109,12 +119,12 @@ def _options(kind: str, module: nn.Module, dtypes: tuple[Any, ...]) -> Options |
 
 
 def _agreeing(
-    kind: str, module: nn.Module, candidates: Sequence[Options], dtypes: tuple[Any, ...],
+    kind: str, module: nn.Module, candidates: Sequence[Options], form: tuple[Any, ...],
     tolerance: float,
 ) -> dict[Options, float]:  # fmt: skip
     """Return the options with which the op's results have the shapes and dtypes of the own code's,
     with the largest difference of both, relative to the largest number."""
-    parts, calls = KINDS[kind].example(module, *dtypes)
+    parts, calls = KINDS[kind].example(module, *form)
     small = _with_parts(module, parts)
     expected = [KINDS[kind].own(small, *args) for args in calls]
     agreeing = {}

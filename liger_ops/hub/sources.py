@@ -73,7 +73,9 @@ def _ops_of_kernels(tree: ast.Module) -> Iterator[str]:
     """Yield the modules of the ops for which a module registers kernels by their names."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(ast.Attribute(ast.Name("library"), "kernel"), [ast.Constant(str(name)), *_]):
+            case ast.Call(
+                ast.Attribute(ast.Name("library"), "kernel"), [ast.Constant(str(name)), *_]
+            ):
                 op = name.removesuffix("_backward").removesuffix("_forward")
                 for file in Path(ops.__path__[0]).rglob(f"{op}.py"):
                     yield f"{ops.__name__}.{file.parent.name}.{op}"
