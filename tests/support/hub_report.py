@@ -70,7 +70,7 @@ the same with the gated MLPs, the loss and the experts too, which transformers d
 "ops" counts the nodes of the ops in the graph of the last way; "own" are classes of which a layer
 ran the model's own forward.
 
-{equal_count} of {count} models are equal in all ways.
+Of {count} models, {equal_counts}.
 
 | model | ops | own | {ways} |
 | --- | --- | --- | {dashes} |
@@ -162,7 +162,10 @@ def document(known: dict[str, list[str]], backend: str) -> str:
         equal=EQUAL,
         same_error=SAME_ERROR,
         near=NEAR,
-        equal_count=sum(set(cells[2:]) == {EQUAL} for cells in known.values()),
+        equal_counts=", ".join(
+            f'{sum(cells[i] == EQUAL for cells in known.values())} are equal "{way}"'
+            for i, way in enumerate(WAYS, 2)
+        ),
         count=len(known),
         ways=" | ".join(WAYS),
         dashes=" | ".join("---" for _ in WAYS),
