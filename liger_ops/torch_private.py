@@ -9,6 +9,7 @@ turn, and tests/project/test_layout.py finds private parts that are used elsewhe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pkgutil
 import sys
@@ -114,6 +115,12 @@ PARTS = {
         "torch:Tensor._make_wrapper_subclass",
         "the error of C++ code that is given skipped logits, which reads NaNs",
         _wrapper_subclass,
+    ),
+    # Calls of a module's own code while something else is traced or recomputed.
+    "disable_current_modes": Part(
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "layers of the kernels hub while a model is exported: they run the model's own code",
+        contextlib.nullcontext,
     ),
     # Tracing on tensors without data, and the values of nodes in a graph.
     "FakeTensorMode": Part("torch._subclasses.fake_tensor:FakeTensorMode", _TRACES),

@@ -27,7 +27,7 @@ BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
 BASE = (
     "accepted", "ascend", "autograd", "axes", "checkout", "compile_cache", "derived", "device",
-    "invariant_mode", "record", "torch_private",
+    "invariant_mode", "namespace", "record", "torch_private",
 )  # fmt: skip
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.

@@ -22,6 +22,8 @@ exit status is 1 if there is such a way, or one that fails.
     fused-compile   torch.compile of the fused model
     fused-invariant the fused model within liger_ops.invariant(), eager
     liger-invariant the same as liger, within liger_ops.invariant()
+    hub             torch.compile of a model with the layers of a build for the kernels hub: norms,
+                    rotary embedding, MLPs, experts and the loss; only if `kernels` is installed
     liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU a small model runs on the CPU, whose
@@ -32,16 +34,20 @@ in which Inductor has a C++ compiler translate each kernel. Standard error tells
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +63,7 @@ SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 
 DEFAULT_WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
 INVARIANT = ("fused-invariant", "liger-invariant")
-WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", *INVARIANT, "liger-kernel")
+WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", *INVARIANT, "hub", "liger-kernel")
 README_WAYS = ("eager", "compile", "liger-kernel", "liger", "enabled", "fused", "fused-compile")
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
@@ -65,7 +71,11 @@ PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS
 PATCHES |= {"qwen3-moe": "qwen3_moe", "deepseek-v3": "deepseek_v3"}
 PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
 # Way -> the shapes that it applies to, if these are not all.
-FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
+FOR: dict[str, Container[str]] = {
+    "causal": TEXT, "flex": TEXT, "hub": TEXT, "liger-kernel": PATCHES,
+}  # fmt: skip
+# Way -> the package that it needs.
+NEEDS = {"hub": "kernels", "liger-kernel": "liger-kernel"}
 # Package that an installed package requires -> its name in messages, if it needs a GPU.
 FOR_GPUS = {"triton": "Triton", "nvidia-cutlass-dsl": "CUTLASS"}
 UNCOMPILED = ("eager", "fused", "fused-invariant", "liger-kernel")
@@ -109,7 +119,7 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
     for way in options.ways:
         if options.shape not in FOR.get(way, SHAPES):
             continue
-        if way == "liger-kernel" and (lacking := lacks(way, on_gpu)):
+        if way in NEEDS and (lacking := lacks(NEEDS[way], on_gpu)):
             print(f"{way:14} {lacking}", flush=True)
             continue
         told = "runs ..." if way in UNCOMPILED else COMPILED_FIRST
@@ -225,6 +235,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if way.startswith("fused"):
         liger_ops.fuse(model)
+    if way == "hub":
+        with_hub_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = compiled(way, loss_of)
 
@@ -252,6 +264,18 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def with_hub_layers(model: torch.nn.Module) -> None:
+    """Give a model all layers of a build of this package for the kernels hub."""
+    # Importing it takes a second, for Dynamo.
+    from ...hub import build, local
+
+    # The process measures this way alone, and may load more of the build until its end.
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    build.write(folder)
+    local.kernelize(model, folder)
+
+
 def causal_by_hand() -> str:
     """Register an attention for transformers that never makes a mask, and return its name."""
 
@@ -273,7 +297,7 @@ def compiled(way: str, function: Callable[[Batch], Tensor]) -> Callable[[Batch],
         return function
     if way == "enabled":
         liger_ops.enable()
-    if way in ("compile", "causal", "enabled", "flex", "fused-compile"):
+    if way in ("compile", "causal", "enabled", "flex", "fused-compile", "hub"):
         # transformers makes its block masks outside of the graph.
         return torch.compile(function, fullgraph=way != "flex")
     options: dict[str, Any] = {"rewrites": "all"} if way == "liger-all" else {}
