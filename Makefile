@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu check-npu lint format clean check-environment
+.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu check-npu docs publish-docs lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -54,6 +54,17 @@ check-npu: $(READY) ## test-npu; its document must say the same of these kernels
 	recorded=$$(mktemp) && cp docs/reports/npu.md $$recorded && $(MAKE) test-npu && \
 		$(PY) tests/npu/compare.py $$recorded docs/reports/npu.md
 
+# The theme warns of the next major version of mkdocs, which pyproject.toml does not take.
+docs: $(READY) ## the documentation's site, in site/; a warning or a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) $(PY) -m mkdocs build --strict $(ARGS)
+
+# mike runs the mkdocs that it finds on the path.
+MIKE := NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) PATH=$(abspath $(dir $(PY))):$(PATH) mike
+
+publish-docs: $(READY) ## a version of the site on the branch gh-pages: VERSION=0.2.0 ALIAS=latest PUSH=--push
+	$(MIKE) deploy $(PUSH) --update-aliases $(VERSION) $(ALIAS)
+	$(if $(ALIAS),$(MIKE) set-default $(PUSH) $(ALIAS))
+
 lint: $(READY) ## format, lint and types, checked
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -64,7 +75,7 @@ format: $(READY) ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches and build output
-	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml .ci/setup

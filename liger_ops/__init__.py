@@ -66,7 +66,7 @@ from .compile_cache import tag_compile_caches
 from .decompositions import count_flops, decompositions, export_to_onnx
 from .inductor import register_with_inductor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 tag_compile_caches()
 count_flops()
@@ -85,7 +85,7 @@ __all__ = [
     "attn_res", "backend", "clamped_swiglu", "cross_entropy", "cross_entropy_forward",
     "decompositions", "disable", "distributed", "divergence", "divergence_forward", "dyt",
     "embedding", "enable", "explain", "fuse", "fused_add_rms_norm", "fusion", "gated_rms_norm",
-    "geglu", "graph_pass", "group_norm", "infer_device", "jsd", "kl_div", "layer_norm",
+    "geglu", "graph_pass", "group_norm", "infer_device", "invariant", "jsd", "kl_div", "layer_norm",
     "linear_cross_entropy", "linear_cross_entropy_forward", "linear_divergence",
     "linear_divergence_forward", "linear_log_prob", "linear_log_prob_forward", "linear_top_k",
     "linear_top_k_divergence", "linear_top_k_divergence_forward", "linear_top_k_forward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +15,10 @@ from . import __version__, library
 from .compile_cache import package_hash
 from .device import PREFERENCE, infer_device
 
+# The distribution that has the package `triton`.
+TRITON = "triton-windows" if sys.platform == "win32" else "triton"
 PACKAGES = (
-    "torch", "triton", "torch_npu", "triton-ascend", "nvidia-cudnn-frontend", "transformers",
+    "torch", TRITON, "torch_npu", "triton-ascend", "nvidia-cudnn-frontend", "transformers",
 )  # fmt: skip
 
 
@@ -97,7 +100,7 @@ def _unregistered(device: str) -> str:
         found = {"torch_npu": find_spec("torch_npu"), "triton-ascend": _version("triton-ascend")}
         return f"not installed: {', '.join(name for name in found if found[name] is None)}"
     is_ascend = _version("triton-ascend") is not None
-    return "triton-ascend is installed in place of triton" if is_ascend else "triton is missing"
+    return "triton-ascend is installed in place of triton" if is_ascend else f"{TRITON} is missing"
 
 
 def _best_device() -> tuple[str, str | None]:

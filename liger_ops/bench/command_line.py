@@ -14,6 +14,7 @@ import liger_ops
 
 from ..compile_cache import package_hash
 from ..device import Effort
+from ..environment import TRITON
 from . import records, show
 from .measure import DeviceLost, Run
 from .providers import PROVIDERS
@@ -22,7 +23,7 @@ from .timing import KINDS, Accelerator, NoAccelerator, find
 from .workloads import DTYPES, ENTRIES, SETS, selected
 from .workloads.entry import MODES
 
-PACKAGES = ("torch", "triton", "torch_npu", "triton-ascend", "liger-kernel", "quack-kernels")
+PACKAGES = ("torch", TRITON, "torch_npu", "triton-ascend", "liger-kernel", "quack-kernels")
 DESCRIPTION = """\
 Time every op of liger_ops on this machine's GPU or NPU, beside the code that models contain
 (eager), ATen's fused op where there is one (aten), torch.compile (inductor), liger-kernel and quack

@@ -9,15 +9,20 @@ from __future__ import annotations
 import configparser
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 import liger_ops
 from sources import ROOT, module_of, sources
@@ -197,14 +202,118 @@ def test_the_wheel_declares_the_backend(wheel):
 
 
 def test_the_wheel_requires_torch_alone(wheel):
+    metadata = metadata_of(wheel)
+    assert metadata["Version"] == liger_ops.__version__
+    lines = metadata.get_all("Requires-Dist")
+    assert [r for r in lines if "extra ==" not in r] == ["torch<2.16,>=2.11"]
+    extras = {"attention", "cuda", "npu", "transformers", "peft", "bench", "trl", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == extras | {"docs"}
+
+
+def test_triton_of_each_system_is_required(wheel):
+    """torch brings triton on Linux alone; on Windows the package is that of triton-windows."""
+    required = {
+        system: [r.name for r in requirements(wheel) if r.marker.evaluate(environment)]
+        for system, environment in (
+            (name, {"extra": "cuda", "platform_system": name, "platform_machine": "x86_64"})
+            for name in ("Linux", "Windows", "Darwin")
+        )
+    }
+    assert required == {"Linux": ["triton"], "Windows": ["triton-windows"], "Darwin": []}
+
+
+def requirements(wheel: Path) -> list[Requirement]:
+    lines = metadata_of(wheel).get_all("Requires-Dist")
+    return [requirement for requirement in map(Requirement, lines) if requirement.marker]
+
+
+def metadata_of(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"liger_ops-{liger_ops.__version__}.dist-info/METADATA").decode()
-    metadata = Parser().parsestr(text)
-    assert metadata["Version"] == liger_ops.__version__
-    requirements = metadata.get_all("Requires-Dist")
-    assert [r for r in requirements if "extra ==" not in r] == ["torch<2.16,>=2.11"]
-    extras = {"attention", "cuda", "npu", "transformers", "peft", "bench", "trl", "test", "dev"}
-    assert set(metadata.get_all("Provides-Extra")) == extras
+    return Parser().parsestr(text)
+
+
+def test_links_of_the_page_are_absolute(wheel):
+    """A registry shows the README, where a link to a file of the repository leads nowhere."""
+    page = metadata_of(wheel).get_payload()
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    own = [target for target in targets if "/liger-ops/" in target]
+    assert len(own) > 10 and not [t for t in targets if not t.startswith(("https://", "#"))]
+    files = [re.sub(r".*/(?:blob|raw)/main/([^#]*).*", r"\1", target) for target in own]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_version_and_the_repository_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    repository = project["urls"]["Repository"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == liger_ops.__version__
+    assert citation["repository-code"] == repository
+    recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
+    assert recipe["context"]["version"] == liger_ops.__version__
+    assert recipe["about"]["repository"] == repository
+    needs = [need.replace("torch", "pytorch ") for need in project["dependencies"]]
+    assert recipe["requirements"]["run"] == [f"python {project['requires-python']}", *needs]
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## \[(\d.*?)\]", changes, re.MULTILINE)[0] == liger_ops.__version__
+    for name in ("SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml", "mkdocs.yml"):
+        text = (ROOT / name).read_text()
+        assert set(re.findall(r"https://github\.com/[\w-]+/liger-ops", text)) <= {repository}, name
+
+
+def test_a_bug_report_asks_for_the_machine():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    first = form["body"][0]
+    assert "python -m liger_ops" in first["attributes"]["label"]
+    assert first["validations"]["required"] is True
+
+
+RESERVED = {"aux", "con", "nul", "prn", *(f"{d}{n}" for d in ("com", "lpt") for n in range(1, 10))}
+
+
+def test_a_checkout_is_whole_on_windows():
+    """Git checks out links as text files there, and other systems' names not at all."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    modes = {line.split("\t")[1]: line.split()[0] for line in listed}
+    assert len(modes) > 500 and set(modes.values()) <= {"100644", "100755"}
+    assert len({path.lower() for path in modes}) == len(modes)
+    parts = {part for path in modes for part in path.lower().split("/")}
+    assert not {part.split(".")[0] for part in parts} & RESERVED
+    assert not [part for part in parts if re.search(r'[<>:"\\|?*]|[. ]$', part)]
+
+
+# PyTorch's own modules are imported first: on Windows they are other files.
+AS_ON_WINDOWS = """
+import platform, sys
+import torch, torch._dynamo
+
+sys.path.insert(0, sys.argv[1])
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+sys.platform, platform.system = "win32", lambda: "Windows"
+import liger_ops
+x = torch.randn(3, 5, requires_grad=True)
+liger_ops.rms_norm(x, torch.ones(5)).sum().backward()
+assert x.grad is not None
+assert liger_ops.backend and liger_ops.fuse(torch.nn.LayerNorm(8)).counts()
+from liger_ops.environment import describe
+report = describe()
+print(report["versions"]["triton-windows"], len(report["ops"]) - len(report["kernels"]["cuda"]))
+"""
+
+
+def test_it_imports_as_on_windows(tmp_path):
+    """Python's platform is simulated, and its modules for POSIX are missing. Nothing has run on
+    Windows. The package triton of this environment stands for that of triton-windows."""
+    distribution = tmp_path / "triton_windows-3.8.0.dist-info"
+    distribution.mkdir()
+    distribution.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: triton-windows\nVersion: 3.8.0\n"
+    )
+    out = python("-c", AS_ON_WINDOWS, tmp_path, cwd=tmp_path, path=[ROOT])
+    assert out.split() == ["3.8.0", "0"]
 
 
 def test_the_sdist_builds_the_same_wheel(wheel, sdist_and_its_wheel):

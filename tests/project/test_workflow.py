@@ -10,6 +10,7 @@ import yaml
 from sources import ROOT
 
 JOBS = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+SITE = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text())["jobs"]
 
 
 def test_each_part_of_the_ci_is_a_job() -> None:
@@ -31,7 +32,7 @@ def test_supported_versions_are_run() -> None:
 
 def test_every_command_is_a_target_or_a_file() -> None:
     targets = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for job in JOBS.values():
+    for job in (*JOBS.values(), *SITE.values()):
         for command in (step["run"] for step in job["steps"] if "run" in step):
             for target in re.findall(r"make ([\w-]+)", command):
                 assert target in targets
