@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import ranks
 from liger_ops.integrations import megatron as integration
 
 S, B, V, N = 5, 2, 12, 8
@@ -300,26 +299,6 @@ def test_without_megatron(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(ImportError, match="megatron"):
         integration.install()
-
-
-def check_sharded_words() -> None:
-    rank, logits = dist.get_rank(), draw(S, B, V)
-    target = targets()
-    target[0, 0] = -100
-    group = dist.group.WORLD
-    words = logits.chunk(2, -1)[rank]
-    loss, gradient = results(
-        lambda x: integration.fused_vocab_parallel_cross_entropy(x, target, group), words
-    )
-    flat = target.flatten()
-    expected, whole = results(
-        lambda x: F.cross_entropy(x.flatten(0, 1), flat, reduction="none"), logits
-    )
-    torch.testing.assert_close(loss.flatten(), expected)
-    torch.testing.assert_close(gradient, whole.chunk(2, -1)[rank])
-
-
-test_two_ranks = ranks.tests({2: [check_sharded_words]}, 120)
 
 
 @pytest.mark.skipif(
