@@ -23,10 +23,10 @@ def install() -> None:
     """Replace verl's `FusedLinearForPPO` by `linear_log_prob`, in this process.
 
     Call it in the processes of verl's workers: a model whose forward verl has patched for the
-    backend `torch` or `liger` of `use_fused_kernels` uses the op from its next call on. The log-probabilities
-    and entropies are verl's up to rounding. Both are float32, and their logits are divided by the
-    temperature in float32; verl rounds the quotient and the entropy, and some versions the
-    log-probability, to the dtype of the logits. torch.compile sees one operator.
+    backend `torch` or `liger` of `use_fused_kernels` uses the op from its next call on. The
+    log-probabilities and entropies are verl's up to rounding. Both are float32, and their logits
+    are divided by the temperature in float32; verl rounds the quotient and the entropy, and some
+    versions the log-probability, to the dtype of the logits. torch.compile sees one operator.
 
     `uninstall` undoes it. A second call does nothing more. Code that imported the class by name
     before the call keeps verl's class.
