@@ -49,7 +49,7 @@ def uninstall() -> None:
     registry.Registry.get_registered_kernels().pop(NAME, None)
 
 
-def _apply(cls: Any, *, model: Any, **unused: Any) -> Any:
+def _apply(cls: Any, /, *, model: Any, **unused: Any) -> Any:
     """Fuse the model, and return it."""
     fuse(model)
     return model

@@ -100,7 +100,7 @@ class JSDLoss(nn.Module):
         compiled: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        weights = {"hard_weight": weight_hard_loss, "soft_weight": weight_soft_loss}
+        weights: Any = {"hard_weight": weight_hard_loss, "soft_weight": weight_soft_loss}
         self.loss = LinearDivergence(**weights, **options)
 
     def forward(
