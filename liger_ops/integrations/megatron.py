@@ -74,7 +74,9 @@ def install(*, norms: bool = True, cross_entropy: bool = True, swiglu: bool = Tr
     importlib.import_module("megatron.core")
     values: dict[tuple[str, str], Any] = {}
     if norms:
-        values |= {key: type(key[1], (Norm,), {"place": key}) for key in (TORCH_NORM, APEX_NORM)}
+        values |= {
+            key: type(key[1], (MegatronNorm,), {"place": key}) for key in (TORCH_NORM, APEX_NORM)
+        }
     if cross_entropy:
         values |= {
             LOSS: vocab_parallel_cross_entropy,
@@ -108,7 +110,7 @@ def uninstall() -> None:
     _replaced.undo()
 
 
-class Norm:
+class MegatronNorm:
     """Replacement of a class of Megatron's that makes the norm which the configuration names."""
 
     place: tuple[str, str]

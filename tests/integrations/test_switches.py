@@ -1,4 +1,4 @@
-"""What Axolotl, LLaMA-Factory and ms-swift are given.
+"""The plugin of Axolotl, the kernel of LLaMA-Factory and the losses of ms-swift.
 
 Each test runs in the installed package or, where it cannot be imported, in a stand-in that has the
 names and signatures which the integration uses.
