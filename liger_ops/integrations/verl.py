@@ -1,7 +1,7 @@
 """The op behind verl's class for log-probabilities of tokens.
 
-With `use_fused_kernels=True` and the backend `torch`, verl's actors compute them from hidden states
-by `verl.utils.experimental.torch_functional.FusedLinearForPPO`, in chunks of 512 tokens.
+With `use_fused_kernels=True` and the backend `torch` or `liger`, verl's actors compute them from
+hidden states by `verl.utils.experimental.torch_functional.FusedLinearForPPO`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def install() -> None:
     """Replace verl's `FusedLinearForPPO` by `linear_log_prob`, in this process.
 
     Call it in the processes of verl's workers: a model whose forward verl has patched for the
-    backend `torch` of `use_fused_kernels` uses the op from its next call on. The log-probabilities
-    and entropies are verl's up to rounding. Both are float32, and their logits are divided by the
-    temperature in float32; verl rounds the quotient and the entropy, and some versions the
-    log-probability, to the dtype of the logits. torch.compile sees one operator.
+    backend `torch` or `liger` of `use_fused_kernels` uses the op from its next call on. The
+    log-probabilities and entropies are verl's up to rounding. Both are float32, and their logits
+    are divided by the temperature in float32; verl rounds the quotient and the entropy, and some
+    versions the log-probability, to the dtype of the logits. torch.compile sees one operator.
 
     `uninstall` undoes it. A second call does nothing more. Code that imported the class by name
     before the call keeps verl's class.
@@ -65,12 +65,17 @@ def uninstall() -> None:
 class FusedLinearForPPO(torch.nn.Module):
     """Replacement of verl's class of this name, with the same arguments.
 
-    chunk_size is not used: `linear_log_prob` sizes its chunks by bytes.
+    chunk_size is not used, because `linear_log_prob` sizes its chunks by bytes, nor is
+    impl_backend, "torch" or "liger", by which verl chooses between its own code and Liger-Kernel.
     """
 
-    def __init__(self, chunk_size: int = 512) -> None:
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
-        self.chunk_size = chunk_size
+        if impl_backend not in ("torch", "liger"):
+            raise ValueError(
+                f"FusedLinearForPPO: impl_backend must be 'torch' or 'liger', got {impl_backend!r}"
+            )
+        self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,

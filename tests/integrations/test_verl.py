@@ -23,7 +23,7 @@ PARENTS = ("verl", "verl.utils", "verl.utils.experimental")
 class VerlsOwn(torch.nn.Module):
     """A module with the signature of verl's, of the formula."""
 
-    def __init__(self, chunk_size: int = 512) -> None:
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
 
     def forward(
@@ -50,7 +50,7 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def forward(hidden: Tensor, weight: Tensor, input_ids: Tensor, temperature: float) -> Any:
     """As the forwards of verl's models call it."""
     module = importlib.import_module(integration.MODULE)
-    return module.FusedLinearForPPO().forward(
+    return module.FusedLinearForPPO(impl_backend="liger").forward(
         hidden_states=hidden, vocab_weights=weight, input_ids=input_ids, temperature=temperature
     )
 
@@ -95,6 +95,10 @@ def test_installed_once_and_undone(verl: ModuleType) -> None:
     assert verl.FusedLinearForPPO is integration.FusedLinearForPPO
     of = [inspect.signature(c.forward) for c in (VerlsOwn, verl.FusedLinearForPPO)]
     assert of[0] == of[1] and verl.FusedLinearForPPO(chunk_size=64).chunk_size == 64
+    of = [inspect.signature(c) for c in (VerlsOwn, verl.FusedLinearForPPO)]
+    assert of[0] == of[1]
+    with pytest.raises(ValueError, match="impl_backend must be 'torch' or 'liger', got 'triton'"):
+        verl.FusedLinearForPPO(impl_backend="triton")
     integration.uninstall()
     assert verl.FusedLinearForPPO is VerlsOwn
 

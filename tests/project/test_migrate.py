@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import liger_kernel_page
 import liger_ops
+import liger_ops.integrations.megatron
 import liger_ops.integrations.trl
 from liger_ops.losses.kto import LOSS_TYPES
 from liger_ops.losses.modules import LinearLoss
@@ -342,7 +343,8 @@ def test_replacing_code_of_models_runs(
         AutoModelForCausalLM=SimpleNamespace(from_pretrained=lambda name: small_model())
     )
     installed: list[bool] = []
-    monkeypatch.setattr(liger_ops.integrations.trl, "install", lambda: installed.append(True))
+    for integration in (liger_ops.integrations.trl, liger_ops.integrations.megatron):
+        monkeypatch.setattr(integration, "install", lambda: installed.append(True))
     ids = torch.tensor([[1, 2, 3]])
     names = {
         "liger_ops": liger_ops, "torch": torch, "model": model, "name": "name",

@@ -27,6 +27,7 @@ from cross_entropy_cases import TERM_CHOICES, TERMS, UNUSED
 from launch_forms import Fields
 from liger_ops import distributed
 from liger_ops.distributed.vocab_parallel import head as head_of_words
+from liger_ops.integrations import megatron
 from log_prob_cases import NOTHING
 from op_table import OPS
 from sharded_heads import (
@@ -418,11 +419,26 @@ def refused() -> None:
             torch.autograd.grad(loss, shard, create_graph=True)
 
 
+def in_the_place_of_megatrons() -> None:
+    V = 8 * dist.get_world_size()
+    logits, target = leaf(torch.randn(5, 2, V)), torch.randint(V, (5, 2))
+    target[0, 0] = -1  # No word: users of Megatron mask such tokens afterwards.
+    words, weights = part(logits, -1), torch.randn(5, 2)
+    loss = megatron.fused_vocab_parallel_cross_entropy(words, target, dist.group.WORLD)
+    expected = liger_ops.cross_entropy(logits, target, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(loss, expected)
+    for one in (loss, expected):
+        (one * weights).sum().backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(words.grad, part(logits.grad, -1).detach())
+
+
 CHECKS = (
     every_loss, words_of_probability_0,
     a_target_that_no_rank_has, dtensors, within_loss_parallel, collectives_and_bytes,
     checkpointed, a_second_backward, no_token_counts, chunks_of_tokens,
     chunks_by_default, low_precision_and_autocast, results_are_those_of_every_rank, refused,
+    in_the_place_of_megatrons,
 )  # fmt: skip
 
 test_sharded_vocabulary = ranks.tests(
