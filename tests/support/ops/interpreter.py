@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import triton.language as tl
@@ -31,6 +32,7 @@ def patch() -> None:
     patch_language_once()
     make_types_once()
     refuse_empty_grids()
+    sum_columns_in_wide_blocks()
     # Without `debug` the interpreter computes whether a sum of integers overflows, and ignores the
     # result.
     builder = interpreter.interpreter_builder
@@ -45,6 +47,42 @@ def refuse_empty_grids() -> None:
         if not callable(self.grid) and 0 in self.grid:
             raise ValueError(f"{self.fn.__name__}: the grid {self.grid} has no programs")
         return run(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = call
+
+
+# So many neighbouring programs of the kernel that sums columns run as one.
+COLUMN_BLOCKS = 32
+
+
+def sum_columns_in_wide_blocks() -> None:
+    """Run neighbouring programs of the kernel that sums columns as one, of the columns of all.
+
+    A program takes some milliseconds, whatever its size, and wide rows have more than a thousand.
+    Those that are left over run as they are, so that a grid that is too small leaves columns out.
+    """
+    run = interpreter.GridExecutor.__call__
+    builder = interpreter.interpreter_builder
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        # A replayed launch passes the block by its position.
+        if self.fn.__name__ != "_column_sums_kernel" or "BLOCK_N" not in kwargs:
+            return run(self, *args, **kwargs)
+        (programs, *others), block = self.grid, kwargs["BLOCK_N"]
+        joined, left = divmod(programs, COLUMN_BLOCKS)
+        if joined:
+            self.grid = (joined, *others)
+            run(self, *args, **{**kwargs, "BLOCK_N": COLUMN_BLOCKS * block})
+            if not left:
+                return
+        first = programs - left
+
+        def set_index(x: int, y: int, z: int) -> None:
+            builder.grid_idx = (first + x, y, z)
+
+        self.grid = (left, *others)
+        with mock.patch.object(builder, "set_grid_idx", set_index):
+            run(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = call
 
