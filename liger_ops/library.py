@@ -32,9 +32,11 @@ from .accepted import Options
 from .ascend.cures import cure_of
 from .autograd import autocast_value, under_autocast
 from .derived import arguments_of, hide_keyword_only, schema_of
-from .namespace import NAMESPACE
 from .record import Op, refusal, refuse_nested
 from .torch_private import AUTOGRAD, has, without_dynamo
+
+# A build for the kernels hub has a namespace of its own here (`hub/build.py`).
+NAMESPACE = "liger"
 
 # The dispatch keys of the devices that have kernels. torch_npu renames the device of PrivateUse1,
 # but not the key.

@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from .. import __version__
+from ..library import NAMESPACE
 from .sources import PACKAGE, modules
 
 NAME = "liger-ops"
@@ -63,7 +64,7 @@ def write(folder: Path, repository: str = REPOSITORY) -> dict[str, str]:
 def package() -> tuple[dict[str, str], str]:
     """Return the files of the package, by their paths in it, and a hash of them all.
 
-    All are copies but two: `__init__.py`, and `namespace.py`, whose namespace has the hash, so that
+    All are copies but two: `__init__.py`, and `library.py`, whose namespace has the hash, so that
     the ops of two versions, and those of an installed liger_ops, stand side by side.
     """
     files = {}
@@ -73,11 +74,9 @@ def package() -> tuple[dict[str, str], str]:
         files[path.as_posix()] = file.read_text()
     files["__init__.py"] = _init()
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10]
-    files["namespace.py"] = dedent(f'''\
-        """The namespace of the ops in `torch.ops`."""
-
-        NAMESPACE = "{PYTHON_NAME}_{digest}"
-        ''')
+    own, renamed = (f'NAMESPACE = "{name}"' for name in (NAMESPACE, f"{PYTHON_NAME}_{digest}"))
+    assert files["library.py"].count(own) == 1, "library.py: the namespace is not in one line"
+    files["library.py"] = files["library.py"].replace(own, renamed)
     return files, digest
 
 

@@ -13,7 +13,7 @@ from ..ops.activations.geglu import geglu
 from ..ops.activations.relu_squared import relu_squared
 from ..ops.activations.swiglu import swiglu
 from ..ops.experts.moe_experts import moe_experts
-from .recognise import KINDS, Kind, identity_of, numbers, options_of
+from .recognise import KINDS, LayerKind, identity_of, numbers, options_of
 
 
 def experts_forward(
@@ -114,4 +114,4 @@ def _example(module: Any, activation: Any) -> Any:
     return {}, [(20 * numbers(3, 16),)]
 
 
-KINDS["experts"] = Kind(_activated, _candidates(), _example, _own_activation)
+KINDS["experts"] = LayerKind(_activated, _candidates(), _example, _own_activation)

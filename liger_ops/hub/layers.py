@@ -22,7 +22,7 @@ from ..ops.norms.gated_rms_norm import gated_rms_norm
 from ..ops.norms.rms_norm import rms_norm
 from ..ops.rope.rope import rope
 from .experts import run_experts
-from .recognise import KINDS, Kind, Parts, identity_of, numbers, own_forward, run
+from .recognise import KINDS, LayerKind, Parts, identity_of, numbers, own_forward, run
 
 __all__ = [
     "FastGELU", "ForCausalLMLoss", "GeGLUMLP", "GeLU", "GeluTanh", "MegaBlocksMoeMLP", "NewGELU",
@@ -35,14 +35,14 @@ __all__ = [
 TRACES = torch.__version__ >= "2.13"
 
 
-class Layer(nn.Module):
+class HubLayer(nn.Module):
     """The attributes by which `kernels` knows what a layer can do."""
 
     can_torch_compile = TRACES
     has_backward = True
 
 
-class RMSNorm(Layer):
+class HubRMSNorm(HubLayer):
     """`rms_norm`, of modules with `weight`, and `variance_epsilon` or `eps`: its offset and casting
     mode are the module's."""
 
@@ -52,11 +52,14 @@ class RMSNorm(Layer):
         return run("RMSNorm", self, (hidden_states,), (hidden_states.dtype, self.weight.dtype))
 
 
-class RMSNormZeroCentered(RMSNorm):
+RMSNorm = HubRMSNorm
+
+
+class RMSNormZeroCentered(HubRMSNorm):
     """`rms_norm`, of modules that add 1 to their weight (Qwen3.5)."""
 
 
-class RMSNormGated(Layer):
+class RMSNormGated(HubLayer):
     """`gated_rms_norm`: the norm before or after the gate, with silu or sigmoid."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
@@ -67,7 +70,7 @@ class RMSNormGated(Layer):
         return run("RMSNormGated", self, (hidden_states, gate), form)
 
 
-class rotary_pos_emb(Layer):
+class rotary_pos_emb(HubLayer):
     """`rope`, of queries and keys of four dimensions: the layout of pairs is the function's."""
 
     def forward(
@@ -84,7 +87,7 @@ class rotary_pos_emb(Layer):
         return run("rotary_pos_emb", self, (q, k, cos, sin, unsqueeze_dim), form)
 
 
-class SwiGLUMLP(Layer):
+class SwiGLUMLP(HubLayer):
     """`swiglu` or `geglu` between the projections `gate_proj`, `up_proj` and `down_proj`, or
     `gate_up_proj` and `down_proj`: the activation is the module's."""
 
@@ -97,14 +100,14 @@ class GeGLUMLP(SwiGLUMLP):
     """`geglu` or `swiglu`: `SwiGLUMLP` under its other name."""
 
 
-class MegaBlocksMoeMLP(Layer):
+class MegaBlocksMoeMLP(HubLayer):
     """`moe_experts` with the module's `router` (GPT-OSS)."""
 
     def forward(self, hidden_states: Tensor) -> Any:
         return run("MegaBlocksMoeMLP", self, (hidden_states,))
 
 
-class ForCausalLMLoss(Layer):
+class ForCausalLMLoss(HubLayer):
     """`cross_entropy` of the next token. The logits are not copied in float32."""
 
     def forward(
@@ -116,21 +119,21 @@ class ForCausalLMLoss(Layer):
         return run("ForCausalLMLoss", self, args, (logits.dtype,), **kwargs)
 
 
-class SiLU(Layer):
+class SiLU(HubLayer):
     """`torch.nn.functional.silu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(input)
 
 
-class GeLU(Layer):
+class GeLU(HubLayer):
     """`torch.nn.functional.gelu`, with erf."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input)
 
 
-class GeluTanh(Layer):
+class GeluTanh(HubLayer):
     """`torch.nn.functional.gelu`, with tanh."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -145,7 +148,7 @@ class FastGELU(GeluTanh):
     """`torch.nn.functional.gelu`, with tanh."""
 
 
-class QuickGELU(Layer):
+class QuickGELU(HubLayer):
     """x * sigmoid(1.702 * x)."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -178,7 +181,7 @@ def _norm_example(module: Any, dtype: torch.dtype, weight_dtype: torch.dtype) ->
     return {"weight": weight}, [(x.to(dtype),)]
 
 
-KINDS["RMSNorm"] = Kind(
+KINDS["RMSNorm"] = LayerKind(
     _norm,
     [
         (("offset", offset), ("casting_mode", mode))
@@ -202,7 +205,7 @@ def _gated_norm_example(
     return parts, [(x, numbers(*x.shape, dtype=gate_dtype, phase=0.5) * 4)]
 
 
-KINDS["RMSNormGated"] = Kind(
+KINDS["RMSNormGated"] = LayerKind(
     _gated_norm,
     [
         (("norm_before_gate", before), ("activation", activation), ("casting_mode", mode))
@@ -237,7 +240,7 @@ def _rotary_example(
     return {}, [(q, k, cos, sin, unsqueeze_dim)]
 
 
-KINDS["rotary_pos_emb"] = Kind(
+KINDS["rotary_pos_emb"] = LayerKind(
     _rotary,
     [
         (("interleaved", interleaved), ("per_pair", per_pair), ("deinterleave", deinterleave))
@@ -277,7 +280,7 @@ def _linear(inputs: int, outputs: int, phase: float) -> nn.Linear:
     return linear
 
 
-KINDS["gated MLP"] = Kind(
+KINDS["gated MLP"] = LayerKind(
     _gated_mlp,
     [(("activation", activation),) for activation in ("silu", "tanh", "none")],
     _gated_mlp_example,
@@ -298,16 +301,16 @@ class _Router(nn.Module):
         return numbers(T, 3), numbers(T, 2), index
 
 
-class _Experts(nn.Module):
+class _ExampleExperts(nn.Module):
     def forward(self, rows: Tensor, index: Tensor, scores: Tensor) -> Tensor:
         return rows * (scores * (1.0 + index)).sum(-1, keepdim=True)
 
 
 def _routed_example(module: Any) -> tuple[Parts, Any]:
-    return {"router": _Router(), "experts": _Experts()}, [(numbers(2, 3, 6),)]
+    return {"router": _Router(), "experts": _ExampleExperts()}, [(numbers(2, 3, 6),)]
 
 
-KINDS["MegaBlocksMoeMLP"] = Kind(_routed, [()], _routed_example, own_forward)
+KINDS["MegaBlocksMoeMLP"] = LayerKind(_routed, [()], _routed_example, own_forward)
 
 
 def _next_token_loss(
@@ -338,4 +341,4 @@ def _loss_example(module: Any, dtype: torch.dtype) -> Any:
     return {}, [(logits, given, V, n, 77, shifted) for given, shifted in batches for n in (None, 3)]
 
 
-KINDS["ForCausalLMLoss"] = Kind(_next_token_loss, [()], _loss_example, own_forward)
+KINDS["ForCausalLMLoss"] = LayerKind(_next_token_loss, [()], _loss_example, own_forward)

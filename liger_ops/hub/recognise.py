@@ -25,7 +25,7 @@ Options = tuple[tuple[str, Any], ...]
 Parts = dict[str, nn.Module | nn.Parameter]
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """A kind of layer.
 
     compute(module, *args, **options) calls the op. candidates are the options that are compared.
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     own: Callable[..., Any]
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, LayerKind] = {}
 # The largest relative difference of two float32 computations that compute the same.
 NEAR = 1e-5
 # Roundings to the arguments' dtype that the own code may make and the op does not, or the reverse.

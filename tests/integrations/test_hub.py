@@ -71,7 +71,7 @@ def test_files_are_copies_and_have_their_digests(folder: Path) -> None:
         }
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
         for path, content in files.items():
-            if path not in ("__init__.py", "namespace.py"):
+            if path not in ("__init__.py", "library.py"):
                 name = path.removesuffix(".py").removesuffix("/__init__")
                 assert content == copies[name].read_bytes(), path
 

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.quick
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops, and
 # what is in ABOVE also above lowering.
 LAYERS = ("library", "ops", "meta", "lowering")
-ABOVE = ("rewrites", "fusion", "distributed", "invariance")
+ABOVE = ("rewrites", "fusion", "distributed", "invariance", "hub")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
 BASE = (
     "accepted", "ascend", "autograd", "axes", "checkout", "compile_cache", "derived", "device",
-    "invariant_mode", "namespace", "record", "torch_private",
+    "invariant_mode", "record", "torch_private",
 )  # fmt: skip
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.

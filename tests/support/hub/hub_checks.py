@@ -1,7 +1,7 @@
 """Load two versions of a build for the kernels hub where liger_ops cannot be imported, compare each
 layer with a module's own code, and then import liger_ops beside them.
 
-    python tests/support/hub_checks.py DIR DIR CHECKOUT
+    python tests/support/hub/hub_checks.py DIR DIR CHECKOUT
 
 Only torch and triton are imported, beside hub_modules.py. It raises if a layer is wrong.
 """
@@ -92,7 +92,7 @@ def check(kernel: ModuleType, case: hub_modules.Case) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     assert_equal(outcome(module, case.args, compiled), expected)
-    namespace = sys.modules[f"{kernel.__name__}.namespace"].NAMESPACE
+    namespace = sys.modules[f"{kernel.__name__}.library"].NAMESPACE
     assert f"{namespace}.{case.op}.default" in targets, (case.layer, targets)
 
 
