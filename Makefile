@@ -47,8 +47,8 @@ test-newest test-oldest: test-%:
 test-versions: ## the quick tests with every torch that is supported, for an hour; writes docs/reports/versions.md
 	$(or $(PYTHON_ENV),$(PYTHON)) tests/support/versions_report.py $(ARGS)
 
-test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/reports/npu.md
-	PYTHON_ENV=$(PY) tests/npu/run $(ARGS)
+test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/reports/npu.md; OPS=rms_norm,rope
+	PYTHON_ENV=$(PY) LIGER_OPS_NPU_OPS=$(OPS) tests/npu/run $(ARGS)
 
 check-npu: $(READY) ## test-npu; its document must say the same of these kernels as the one that is there
 	recorded=$$(mktemp) && cp docs/reports/npu.md $$recorded && $(MAKE) test-npu && \

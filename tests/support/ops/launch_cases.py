@@ -3,6 +3,7 @@ count their traffic, and to compile cuda kernels. They follow from the forms of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,17 @@ def _launch_case(op: OpUnderTest, dtype: torch.dtype, form: Fields, *more: Any) 
     return LaunchCase(op, _case(op, dtype, form), label, *more)
 
 
+# The ids of the npu ops to lower, plan and run, with commas between them; empty for all.
+PICKED = tuple(filter(None, os.environ.get("LIGER_OPS_NPU_OPS", "").split(",")))
+
+
+def _picked() -> Iterator[OpUnderTest]:
+    by_id = {op.id: op for op in OPS.values()}
+    if unknown := [name for name in PICKED if name not in by_id]:
+        raise ValueError(f"OPS has {unknown[0]!r}; there are {', '.join(by_id)}")
+    yield from (by_id[name] for name in PICKED or by_id)
+
+
 def _taken(op: OpUnderTest, shapes: Sequence[Fields], optional: Sequence[int]) -> Iterator[Any]:
     """Yield the shapes in every dtype, then the shapes at `optional` with each option."""
     forward = (True,) if op.is_pytorchs_forward else (False, True)
@@ -53,19 +65,19 @@ def _taken(op: OpUnderTest, shapes: Sequence[Fields], optional: Sequence[int]) -
 
 def launched() -> Iterator[LaunchCase]:
     """Yield the cases to lower and plan."""
-    for op in OPS.values():
+    for op in _picked():
         yield from _taken(op, op.forms.shapes, op.forms.optional_at)
 
 
 def executed() -> Iterator[LaunchCase]:
     """Yield the cases to run."""
-    for op in OPS.values():
+    for op in _picked():
         yield from _taken(op, op.forms.executed, (0,))
 
 
 def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
     """Yield the cases of npu.md in bfloat16: as planned, and with fewer rows to count traffic."""
-    for op in OPS.values():
+    for op in _picked():
         for i, fewer in op.forms.counted.items():
             planned = op.forms.shapes[i]
             yield _launch_case(op, BF16, planned), _launch_case(op, BF16, {**planned, **fewer})
