@@ -34,8 +34,19 @@ def forward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any)
     """
     given = _named(overload, args, options)
     query = given["query"]
-    y, lse = torch.ops.liger.varlen_attention_forward(*_operands(given), *_documents(given))
-    results: list[Any] = [_unpacked(y, query), _of_rows(lse, query).contiguous()]
+    try:
+        y, lse = torch.ops.liger.varlen_attention_forward(*_operands(given), *_documents(given))
+    except ValueError as error:
+        # Its scales and sizes of heads are fewer than PyTorch's.
+        raise NotInvariantError(
+            f"liger_ops.invariant: scaled_dot_product_attention is computed by {error}"
+        ) from error
+    result = _unpacked(y, query)
+    if "efficient" not in overload.name() and result.shape == query.shape:
+        # PyTorch's other kernels return the strides of query, and callers view the result by them.
+        of_query = torch.empty_like(query)
+        result = result if result.stride() == of_query.stride() else of_query.copy_(result)
+    results: list[Any] = [result, _of_rows(lse, query).contiguous()]
     for result in overload._schema.returns[2:]:
         is_tensor = str(result.type) == "Tensor"
         results.append(query.new_empty(0, dtype=torch.int64) if is_tensor else query.shape[2])
@@ -121,8 +132,9 @@ def _packed(x: Tensor, length: int, *, of_keys: bool = False) -> Tensor:
 
 def _unpacked(x: Tensor, like: Tensor, *, of_keys: bool = False) -> Tensor:
     own = like.shape[2]
-    rows = x.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
-    return rows[:, :, :own] if of_keys else rows[:, :, rows.shape[2] - own :]
+    rows = x.unflatten(0, (like.shape[0], -1))
+    rows = rows[:, :own] if of_keys else rows[:, rows.shape[1] - own :]
+    return rows.contiguous().transpose(1, 2)
 
 
 def _of_rows(lse: Tensor, query: Tensor) -> Tensor:

@@ -44,7 +44,11 @@ REPLACED: dict[tuple[str, ...], Callable[..., Any]] = {
     (attention.REFUSED,): attention.refuse,
     (
         "convolution", "native_batch_norm", "_native_batch_norm_legit", "native_group_norm",
-        "_scaled_mm", "_scaled_grouped_mm", "_addmm_activation", "addbmm", "_cdist_forward",
+        "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2",
+        "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm",
+        "_dyn_quant_matmul_4bit", "_addmm_activation", "addbmm", "_cdist_forward",
+        "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_masked_softmax",
+        "_flash_attention_forward", "_efficient_attention_forward",
         "_embedding_bag", "_cudnn_rnn", "mkldnn_rnn_layer", "_fft_r2c", "_fft_c2c", "_fft_c2r",
     ): products.refuse,
 }  # fmt: skip
@@ -166,8 +170,13 @@ def _install() -> ExitStack:
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for key in _keys():
                 _replace(library, key)
+        _split_no_sums(stack)
         if torch.cuda.is_available():
-            _choose_products(stack)
+            stack.callback(
+                torch.backends.cuda.preferred_blas_library,
+                torch.backends.cuda.preferred_blas_library(),
+            )
+            torch.backends.cuda.preferred_blas_library("cublaslt")
         stack.enter_context(torch.compiler.set_stance(force_backend=_backend))
         return stack.pop_all()
 
@@ -186,18 +195,19 @@ def _keys() -> Iterator[str]:
         yield DEVICES["npu"]
 
 
-def _choose_products(stack: ExitStack) -> None:
-    """Let cuBLASLt multiply matrices, and split no sum."""
+def _split_no_sums(stack: ExitStack) -> None:
+    """Let cuBLASLt split no sum.
+
+    Dynamo guards code by these settings, on a machine without a GPU too. Without that, code from
+    before the context could run within it: in the stance "eager_on_recompile" Dynamo does not ask
+    which backend made its code.
+    """
     matmul: Any = torch.backends.cuda.matmul
     for dtype in ("fp16", "bf16"):
         name = f"allow_{dtype}_reduced_precision_reduction"
         before = (getattr(matmul, name), getattr(matmul, f"{name}_split_k"))
         stack.callback(setattr, matmul, name, before)
         setattr(matmul, name, (False, False))
-    stack.callback(
-        torch.backends.cuda.preferred_blas_library, torch.backends.cuda.preferred_blas_library()
-    )
-    torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def _replace(library: Any, key: str) -> None:
@@ -205,7 +215,8 @@ def _replace(library: Any, key: str) -> None:
     for names, function in (REPLACED | (elementwise_too if key == "CPU" else {})).items():
         for name in names:
             packet, _, which = name.partition(".")
-            overload = getattr(getattr(torch.ops.aten, packet), which or "default", None)
+            # Some are not in every version of PyTorch.
+            overload = getattr(getattr(torch.ops.aten, packet, None), which or "default", None)
             refused = function is attention.refuse
             if overload is not None and (refused or _has_kernel(overload, key)):
                 _replace_operator(library, key, overload, function)

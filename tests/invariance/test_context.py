@@ -89,6 +89,13 @@ def test_compiled_functions_are_compiled_anew_and_restored() -> None:
     assert len(graphs) == 1
 
 
+def test_code_from_before_the_context_is_not_used_in_another_stance() -> None:
+    compiled = torch.compile(lambda x: x @ x.t(), backend="eager")
+    compiled(X)
+    with liger_ops.invariant(), torch.compiler.set_stance("eager_on_recompile"):
+        assert recorded(lambda: compiled(X)) == ["a matrix product"]
+
+
 def test_enable_opens_a_context_until_it_is_undone() -> None:
     with liger_ops.enable(invariant=True):
         assert recorded(product) == ["a matrix product"]

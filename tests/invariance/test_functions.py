@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import liger_ops
 from liger_ops.invariance import NotInvariantError
@@ -169,9 +170,26 @@ def test_attention_to_other_keys_than_the_queries(queries: int, keys: int) -> No
     torch.testing.assert_close(gradients, of_expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("laid", ["heads before tokens", "tokens before heads"])
+def test_attention_can_be_viewed_as_that_of_pytorch(laid: str) -> None:
+    q, k = (torch.randn(2, 4, n, 16, device=DEVICE) for n in (3, 70))
+    if laid == "tokens before heads":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    with liger_ops.invariant():
+        y = F.scaled_dot_product_attention(q, k, k)
+    assert y.stride() == q.stride()
+
+
 def product_of_a_transposed_matrix() -> Tensor:
     x = torch.randn(8, 5, device=DEVICE, requires_grad=True)
     return F.linear(x.t(), torch.randn(3, 8, device=DEVICE))
+
+
+def attention_module() -> torch.nn.Module:
+    # In a model that is evaluated, PyTorch calls an operator for the whole module.
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True, device=DEVICE)
+    return module.eval().requires_grad_(False)
 
 
 REFUSED: dict[str, Callable[[], object]] = {
@@ -179,6 +197,15 @@ REFUSED: dict[str, Callable[[], object]] = {
     "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
         *torch.randn(3, 1, 2, 4, 8, device=DEVICE),
         attn_mask=torch.ones(4, 4, dtype=torch.bool, device=DEVICE),
+    ),
+    "scale must be a number above 0": lambda: F.scaled_dot_product_attention(
+        *torch.randn(3, 1, 2, 4, 8, device=DEVICE), scale=-1.0
+    ),
+    "flex_attention": lambda: flex_attention(
+        *torch.randn(3, 1, 2, 4, 16, device=DEVICE), score_mod=lambda s, b, h, q, k: s + q * k
+    ),
+    "_native_multi_head_attention": lambda: attention_module()(
+        *[torch.randn(2, 4, 8, device=DEVICE)] * 3, need_weights=False
     ),
     "scaled_dot_product_attention is covered": lambda: F.scaled_dot_product_attention(
         torch.randn(1, 2, 2, 8, device=DEVICE),

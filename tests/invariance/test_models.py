@@ -157,6 +157,26 @@ def test_a_static_cache_is_refused(family: str) -> None:
         model.generate(tokens, max_new_tokens=3, cache_implementation="static", use_cache=True)
 
 
+HIDDEN: dict[str, dict[str, Any]] = {
+    "a cache": {"use_cache": True},
+    "a mask": {"attention_mask": torch.ones(1, 9, dtype=torch.int64, device=DEVICE)},
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_packed_documents_that_the_model_does_not_separate_are_refused(name: str) -> None:
+    model = fused(model_of("Qwen3"))
+    tokens = torch.randint(1, V, (1, 9), device=DEVICE)
+    positions = torch.cat((torch.arange(4), torch.arange(5)))[None].to(DEVICE)
+    refused = pytest.raises(liger_ops.invariance.NotInvariantError, match="packed documents")
+    with torch.no_grad(), liger_ops.invariant():
+        with refused:
+            model(input_ids=tokens, position_ids=positions, **HIDDEN[name])
+        # The positions of padding are not those of documents.
+        mask = torch.cat((torch.zeros(1, 4), torch.ones(1, 5)), 1).to(DEVICE)
+        model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=True)
+
+
 def test_the_report_names_the_modules_that_are_not_covered() -> None:
     model = model_of("GptOss")
     report = liger_ops.invariant(model)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...invariant_mode import NotInvariantError, is_invariant
 from ...rewrites.attention.documents import Documents, packed_rows
 from ...rewrites.attention.mask.blocks import called
 from ...rewrites.attention.mask.evaluate import IndexFunctions
@@ -140,6 +141,8 @@ def _without_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 # argument a mask may hide or show more than the documents do.
 TABLE = "ALL_MASK_ATTENTION_FUNCTIONS"
 ARGUMENTS = {"config", "inputs_embeds", "position_ids", "cache_position"}
+# The names of its argument for a cache.
+CACHES = ("cache", "past_key_values")
 
 
 def _with_documents(
@@ -154,6 +157,8 @@ def _with_documents(
         positions: Any = given.get("position_ids")
         config, inputs = given.get("config"), given.get("inputs_embeds")
         others = [value for key, value in given.items() if key not in ARGUMENTS]
+        if is_invariant() and _are_positions(positions) and not is_tracing(positions):
+            _check_documents(positions, given.get("attention_mask"), given)
         if (
             args
             or getattr(config, "_attn_implementation", None) != name
@@ -162,7 +167,7 @@ def _with_documents(
             or any(value is not None for value in others)
         ):
             return make_mask(*args, **given)
-        begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+        begins = _begins(positions)
         without = {**given, "position_ids": None}
         if not is_tracing(begins) and not begins.any():
             return make_mask(**without)
@@ -173,6 +178,30 @@ def _with_documents(
         return packed._replace(window_left=rows.window_left)
 
     return make
+
+
+def _begins(positions: Tensor) -> Tensor:
+    """Return where a document begins, but for the first of a row."""
+    return torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+
+
+def _check_documents(positions: Tensor, mask: Any, given: dict[str, Any]) -> None:
+    """Refuse documents that transformers does not look for, because there is a cache or a mask."""
+    if mask is None and all(given.get(name) is None for name in CACHES):
+        return
+    begins = _begins(positions)
+    if isinstance(mask, Tensor):
+        if mask.dim() != 2 or mask.shape[1] < positions.shape[1]:
+            return
+        # The positions of padding may be any.
+        is_token = mask[:, mask.shape[1] - positions.shape[1] :].to(begins.device) != 0
+        begins = begins[:, 1:] & is_token[:, 1:] & is_token[:, :-1]
+    if begins.any():
+        raise NotInvariantError(
+            "liger_ops.invariant: the position_ids are of packed documents, which transformers does"
+            " not separate if there is an attention_mask or a cache; pass neither, and"
+            " use_cache=False"
+        )
 
 
 def _are_positions(positions: Any) -> bool:
