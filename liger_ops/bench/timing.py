@@ -110,6 +110,15 @@ def find(kind: str | None) -> Accelerator:
 RATE_EFFORT = Effort(seconds=3.0)
 
 
+def without_preparation(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Prepare]:
+    """Return calls that need no preparation, for `interleaved`."""
+
+    def prepare(call: Callable[[], Any]) -> Callable[[], Any]:
+        return call
+
+    return {name: partial(prepare, call) for name, call in calls.items()}
+
+
 def interleaved(
     accelerator: Accelerator, prepares: Mapping[str, Prepare], effort: Effort
 ) -> tuple[dict[str, Spread], dict[str, str]]:

@@ -47,8 +47,8 @@ def forward(overload: Any, base: Callable[..., Any], *args: Any, **options: Any)
         of_query = torch.empty_like(query)
         result = result if result.stride() == of_query.stride() else of_query.copy_(result)
     results: list[Any] = [result, _of_rows(lse, query).contiguous()]
-    for result in overload._schema.returns[2:]:
-        is_tensor = str(result.type) == "Tensor"
+    for other in overload._schema.returns[2:]:
+        is_tensor = str(other.type) == "Tensor"
         results.append(query.new_empty(0, dtype=torch.int64) if is_tensor else query.shape[2])
     return tuple(results)
 

@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import liger_ops
 
 from ...device import Effort
-from ..timing import NoAccelerator, find, interleaved
+from ..timing import NoAccelerator, find, interleaved, without_preparation
 
 # Relative errors of bfloat16 against each other.
 BOUND = 2e-2
@@ -160,8 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{row.name}: {name} {difference}")
                 del of_row[name]
                 wrong += 1
-        prepares = {name: partial(_as_it_is, call) for name, call in of_row.items()}
-        times, failures = interleaved(accelerator, prepares, Effort(seconds=options.seconds))
+        effort = Effort(seconds=options.seconds)
+        times, failures = interleaved(accelerator, without_preparation(of_row), effort)
         figures = []
         for name, time in times.items():
             pairs = _pairs(sum(row.lengths), sum(row.lengths)) if name == "dense" else row.pairs
@@ -169,10 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures.append(f"{name} {time.p50:.2f} {rate:.0f}")
         print(f"{row.name}: {'; '.join(figures)}", *failures.items(), flush=True)
     return 1 if wrong else 0
-
-
-def _as_it_is(call: Callable[[], Any]) -> Callable[[], Any]:
-    return call
 
 
 def differs(call: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str:

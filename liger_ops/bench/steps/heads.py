@@ -27,7 +27,7 @@ from torch import Tensor
 import liger_ops
 
 from ...device import Effort
-from ..timing import NoAccelerator, find, interleaved
+from ..timing import NoAccelerator, find, interleaved, without_preparation
 
 Call = Callable[[], Any]
 
@@ -70,23 +70,17 @@ def calls(tokens: int, hidden: int, vocabulary: int, words: int, device: str) ->
         "score centering": centred,
         "linear_top_k": lambda: liger_ops.linear_top_k(x, weight, words)[1].sum(),
     }
-    found = {name: partial(trained, loss) for name, loss in losses.items()}
-    return {**found, "forward": forward, **_of_peers(x, weight, target, trained)}
+    found: dict[str, Call] = {name: partial(trained, loss) for name, loss in losses.items()}
+    found["forward"] = forward
+    if device != "cpu" and find_spec("liger_kernel") is not None:
+        found["liger-kernel"] = partial(trained, partial(_loss_of_liger_kernel, x, weight, target))
+    return found
 
 
-def _of_peers(
-    x: Tensor, weight: Tensor, target: Tensor, trained: Callable[[Callable[[], Tensor]], None]
-) -> dict[str, Call]:
-    if x.device.type == "cpu" or find_spec("liger_kernel") is None:
-        return {}
+def _loss_of_liger_kernel(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return {"liger-kernel": lambda: trained(lambda: _first(liger_fused_linear_cross_entropy(
-        x, weight, target
-    )))}  # fmt: skip
-
-
-def _first(result: Any) -> Tensor:
+    result = liger_fused_linear_cross_entropy(x, weight, target)
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
 
@@ -111,18 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found, failed = calls(*sizes, options.words, "cuda"), False
     for name, context in (("", nullcontext()), ("within invariant", liger_ops.invariant())):
         with context:
-            prepares = {name: partial(_as_it_is, call) for name, call in found.items()}
-            times, failures = interleaved(accelerator, prepares, Effort(seconds=options.seconds))
+            effort = Effort(seconds=options.seconds)
+            times, failures = interleaved(accelerator, without_preparation(found), effort)
         base = times["linear_cross_entropy"].p50
         figures = (f"{each} {time.p50:.2f} {time.p50 / base:.3f}" for each, time in times.items())
         print(name or "default", "; ".join(figures), *failures.items(), sep="; ", flush=True)
         found.pop("liger-kernel", None)
         failed |= bool(failures)
     return int(failed)
-
-
-def _as_it_is(call: Call) -> Call:
-    return call
 
 
 if __name__ == "__main__":

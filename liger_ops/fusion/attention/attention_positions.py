@@ -158,7 +158,7 @@ def _with_documents(
         config, inputs = given.get("config"), given.get("inputs_embeds")
         others = [value for key, value in given.items() if key not in ARGUMENTS]
         if is_invariant() and _are_positions(positions) and not is_tracing(positions):
-            _check_documents(positions, given.get("attention_mask"), given)
+            _check_documents(positions, given)
         if (
             args
             or getattr(config, "_attn_implementation", None) != name
@@ -185,8 +185,9 @@ def _begins(positions: Tensor) -> Tensor:
     return torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
 
 
-def _check_documents(positions: Tensor, mask: Any, given: dict[str, Any]) -> None:
+def _check_documents(positions: Tensor, given: dict[str, Any]) -> None:
     """Refuse documents that transformers does not look for, because there is a cache or a mask."""
+    mask = given.get("attention_mask")
     if mask is None and all(given.get(name) is None for name in CACHES):
         return
     begins = _begins(positions)

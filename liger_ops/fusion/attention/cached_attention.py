@@ -29,10 +29,6 @@ class CachedDocuments(NamedTuple):
     documents: Documents
     length: int
 
-    def contiguous(self) -> CachedDocuments:
-        """Return itself: generate() calls this method of every mask that it prepares."""
-        return self
-
 
 def cached_documents(given: dict[str, Any], size: int | None) -> CachedDocuments | None:
     """Return the mask for the arguments of a mask function, with a causal window of `size` keys, or
