@@ -118,17 +118,19 @@ def dependent_launch(x: Tensor) -> dict[str, bool]:
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
 
 
+def shared_memory(x: Tensor) -> int:
+    """Return the bytes of shared memory that a program may have on the GPU that holds x."""
+    properties = _properties(x.device.index) if x.is_cuda else None
+    return getattr(properties, "shared_memory_per_block_optin", MINIMAL_SHARED_MEMORY)
+
+
 def pipeline_stages(x: Tensor, tile_bytes: int, wanted: int = 3) -> int:
     """Return num_stages of a loop: `wanted`, or as many as fit in shared memory.
 
     One stage loads nothing ahead. Each further stage holds one tile of each tensor that the loop
     loads, `tile_bytes` together, in shared memory.
     """
-    capacity = MINIMAL_SHARED_MEMORY
-    if x.is_cuda:
-        properties = _properties(x.device.index)
-        capacity = getattr(properties, "shared_memory_per_block_optin", capacity)
-    return max(1, min(wanted, 1 + (capacity - REDUCTION_SCRATCH) // tile_bytes))
+    return max(1, min(wanted, 1 + (shared_memory(x) - REDUCTION_SCRATCH) // tile_bytes))
 
 
 def rows(x: Tensor) -> Tensor:

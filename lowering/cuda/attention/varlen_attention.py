@@ -157,7 +157,7 @@ def backward(call: Any) -> tuple[Tensor | None, ...]:
     wanted = zip(results, gradients, strict=True)
     kept = [None if gradient is None else result for result, gradient in wanted]
     if dsinks is not None:
-        varlen_gradients.delta_of(call, dsinks)
+        varlen_gradients.statistics_of(call, dsinks)
     if holes is not None:
         varlen_gradients.backward(call, *kept, None, holes, only_holes=True)
     return (*kept, dsinks)

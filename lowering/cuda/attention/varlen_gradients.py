@@ -30,15 +30,16 @@ TOKENS = 64
 
 
 @triton.jit(do_not_specialize=["T"])
-def _varlen_delta_kernel(
-    dy_ptr, y_ptr, lse_ptr, sinks_ptr, holes_ptr, delta_ptr, dsinks_ptr,
+def _varlen_statistics_kernel(
+    dy_ptr, y_ptr, lse_ptr, sinks_ptr, holes_ptr, statistics_ptr, dsinks_ptr,
     T, H, E, dy_t, dy_h, y_t, y_h,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     if holes_ptr is not None:  # noqa: SIM102
         if tl.load(holes_ptr) == 0:
             return
-    # delta_i = dy_i . y_i; and the part of the sinks' gradient that these tokens have.
+    # lse_i to the base 2, and delta_i = dy_i . y_i; and the part of the sinks' gradient that these
+    # tokens have.
     tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_E)
@@ -46,12 +47,24 @@ def _varlen_delta_kernel(
     y = load_rows(y_ptr + head * y_h, token, y_t, T, cols, E, True, False).to(tl.float32)
     delta = tl.sum(dy * y, 1)
     at = head * T + token
-    tl.store(delta_ptr + at, delta, mask=token < T)
+    lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
+    tl.store(statistics_ptr + 2 * at, lse * LOG2E, mask=token < T)
+    tl.store(statistics_ptr + (2 * at + 1), delta, mask=token < T)
     if dsinks_ptr is not None:
-        lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         share = tl.where(token < T, tl.exp2((sink - lse) * LOG2E), 0.0)
         tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
+
+
+@triton.jit
+def _load_statistics(statistics_ptr, query, length, REPEAT: tl.constexpr):
+    # Triton loads a tensor of fewer elements than the program has threads in the layout of its use,
+    # where a thread has 16 of these elements, 4 bytes each time. REPEAT makes the tensor as large
+    # as the program.
+    at = query[:, None, None] * 2 + tl.arange(0, 2)[None, :, None]
+    at += tl.zeros((1, 1, REPEAT), tl.int32)
+    statistics = tl.load(statistics_ptr + at, mask=(query < length)[:, None, None], other=0.0)
+    return tl.split(tl.max(statistics, 2))
 
 
 @triton.jit
@@ -95,7 +108,7 @@ def _visit_keys_of_gradient(
 @triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
 def _varlen_query_gradient_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr,
-    lse_ptr, delta_ptr, dq_ptr,
+    statistics_ptr, dq_ptr,
     N, T, D, E, group, dy_t, dy_h, q_t, q_h, k_t, k_h, v_t, v_h, dq_t, dq_h,
     window_left, window_right, scale, softcap,
     ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
@@ -115,9 +128,7 @@ def _varlen_query_gradient_kernel(
     query, cols = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q = load_rows(q_ptr, query, q_t, length, cols, D, True, EVEN_D)
     dy = load_rows(dy_ptr, query, dy_t, length, tl.arange(0, BLOCK_E), E, True, EVEN_E)
-    at = head * T + begin + query
-    lse = tl.load(lse_ptr + at, mask=query < length, other=0.0) * LOG2E
-    delta = tl.load(delta_ptr + at, mask=query < length, other=0.0)
+    lse, delta = _load_statistics(statistics_ptr + 2 * (head * T + begin), query, length, 1)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     low, full_low, full_high, high = keys_of_tile(
         first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
@@ -146,9 +157,9 @@ def _varlen_query_gradient_kernel(
 
 @triton.jit
 def _visit_queries(
-    k, v, dk, dv, key, is_key, q_ptr, dy_ptr, lse_ptr, delta_ptr, q_t, dy_t,
+    k, v, dk, dv, key, is_key, q_ptr, dy_ptr, statistics_ptr, q_t, dy_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
-    WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr,
+    WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr, REPEAT: tl.constexpr,
     MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -158,9 +169,10 @@ def _visit_queries(
         query = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, query, q_t, length, cols, D, MASKED, EVEN_D)
         dy = load_rows(dy_ptr, query, dy_t, length, value_cols, E, MASKED, EVEN_E)
-        inside = query < length
-        lse = tl.load(lse_ptr + query, mask=inside, other=0.0) * LOG2E
+        lse, delta = _load_statistics(statistics_ptr, query, length, REPEAT)
         score = scores_of(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
+        if WANTS_KEY:
+            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         shifted = score - lse[None, :]
         if MASKED:
             seen = is_seen(
@@ -171,8 +183,6 @@ def _visit_queries(
         if WANTS_VALUE:
             dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
         if WANTS_KEY:
-            delta = tl.load(delta_ptr + query, mask=inside, other=0.0)
-            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= _slope(score, softcap)
@@ -185,11 +195,12 @@ def _visit_queries(
 @triton.jit(do_not_specialize=["N", "T", "window_left", "window_right"])
 def _varlen_key_gradient_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, cu_ptr, lengths_ptr, key_mask_ptr, holes_ptr,
-    lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    statistics_ptr, dk_ptr, dv_ptr,
     N, T, D, E, group, dy_t, dy_h, q_t, q_h, k_t, k_h, v_t, v_h, dk_t, dk_h, dv_t, dv_h,
     window_left, window_right, scale, softcap,
     ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    REPEAT: tl.constexpr,
 ):  # fmt: skip
     if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
         if tl.load(holes_ptr) == 0:
@@ -231,24 +242,23 @@ def _varlen_key_gradient_kernel(
         head = key_head * group + i
         q = q_ptr + (begin * q_t + head * q_h)
         dy = dy_ptr + (begin * dy_t + head * dy_h)
-        lse = lse_ptr + (head * T + begin)
-        delta = delta_ptr + (head * T + begin)
+        statistics = statistics_ptr + 2 * (head * T + begin)
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
             low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None,
+            dk_ptr is not None, dv_ptr is not None, REPEAT,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
             full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None,
+            dk_ptr is not None, dv_ptr is not None, REPEAT,
             False, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, lse, delta, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
             full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None,
+            dk_ptr is not None, dv_ptr is not None, REPEAT,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     if dk_ptr is not None:
@@ -259,23 +269,24 @@ def _varlen_key_gradient_kernel(
         store_rows(dv_ptr, key, dv_t, length, value_cols, E, dv)
 
 
-def delta_of(call: Any, dsinks: Tensor | None, holes: Tensor | None = None) -> Tensor:
-    """Compute delta, (H, T) in float32, and write the sinks' gradient into `dsinks`, if given. With
-    `holes`, delta is computed only if there are holes."""
+def statistics_of(call: Any, dsinks: Tensor | None, holes: Tensor | None = None) -> Tensor:
+    """Return lse to the base 2 and delta, (H, T, 2) in float32, and write the sinks' gradient into
+    `dsinks`, if given. With `holes`, they are computed only if there are holes."""
     dy, y = unit_stride(call.dy), unit_stride(call.y)
     T, H, E = y.shape
-    delta = torch.empty(H, T, dtype=torch.float32, device=y.device)
+    statistics = torch.empty(H, T, 2, dtype=torch.float32, device=y.device)
     programs = cdiv(T, TOKENS)
-    partial = None if dsinks is None else delta.new_empty(programs, H)
+    partial = None if dsinks is None else statistics.new_empty(programs, H)
     launch(
-        _varlen_delta_kernel, (programs, H), y,
-        dy, y, call.lse.contiguous(), None if dsinks is None else call.sinks, holes, delta, partial,
+        _varlen_statistics_kernel, (programs, H), y,
+        dy, y, call.lse.contiguous(), None if dsinks is None else call.sinks, holes, statistics,
+        partial,
         T, H, E, *dy.stride()[:2], *y.stride()[:2],
         BLOCK_M=TOKENS, BLOCK_E=next_power_of_2(E), num_warps=4,
     )  # fmt: skip
     if dsinks is not None and partial is not None:
         dsinks.copy_(partial.sum(0))
-    return delta
+    return statistics
 
 
 def backward(
@@ -284,9 +295,9 @@ def backward(
 ) -> None:  # fmt: skip
     """Compute the gradients that are not None; `holes` and `only_holes` are as of `forward`."""
     launches = Launches(call)
-    delta = delta_of(call, dsinks, holes if only_holes else None)
+    statistics = statistics_of(call, dsinks, holes if only_holes else None)
     strided = (unit_stride(call.dy), launches.query, launches.key, launches.value)
-    tensors = (*strided, *documents_of(call), holes, call.lse.contiguous(), delta)
+    tensors = (*strided, *documents_of(call), holes, statistics)
     if dquery is not None:
         launches.launch(
             "query", _varlen_query_gradient_kernel,

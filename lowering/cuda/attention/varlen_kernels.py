@@ -19,7 +19,7 @@ from ....ops.attention.varlen_attention import scale_of
 from ...common.attention.neighborhood_attention import LN2, LOG2E
 from ...common.tensors import contiguous, next_power_of_2, unit_stride
 from ...common.triton_math import LOWEST
-from ..launch import launch, on_nvidia
+from ..launch import launch, on_nvidia, shared_memory
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class VarlenTiles:
     num_stages: int
 
 
+# Bytes of shared memory that a program has on Hopper and on Blackwell's large GPUs.
+LARGE_SHARED_MEMORY = 227 * 1024
 # The most columns of a head: those that `liger_ops.varlen_attention` accepts.
 MOST_COLUMNS = 256
 
@@ -250,19 +252,26 @@ def _varlen_forward_kernel(
 def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
     """Plan the tiles of a kernel, "forward", "query" or "key", for heads of D elements.
 
-    On an H200, 4 documents of 4096 tokens, 32 heads and 8 of keys, causal, bfloat16, ms of the
-    forward, of dquery, and of dkey and dvalue: heads of 128 1.46, 1.54 and 2.99; with 128 x 64 in
-    the forward 1.51; with 128 x 64 in 8 warps for the gradients 1.84 and 6.13; with 3 stages 2.20.
-    Heads of 64 0.95, 1.02 and 2.14; with 128 x 64 in the forward 1.00; with 128 x 64 in 8 warps for
-    the gradients 1.32 and 5.10.
+    On an H200, 4 documents of 4096 tokens, causal, bfloat16, ms of the forward, of dquery, and of
+    dkey and dvalue. 32 heads and 8 of keys: heads of 128 1.31, 1.39 and 2.39; with 64 x 128 in 8
+    warps for the gradients 1.56 and 2.54; with 3 stages 1.60 and 3.24. Heads of 64 0.78, 0.81 and
+    1.25; with 64 x 64 in the forward 0.82; with 2 stages for dkey and dvalue 1.35. 4 heads of 256
+    and 1 of keys, which need the shared memory of Hopper: 0.35, 0.54 and 1.50, and with a window of
+    512 0.13, 0.19 and 0.36; with the tiles of smaller GPUs 0.94, 2.33 and 2.77, and 0.27, 0.67 and
+    0.73.
     """
     if x.element_size() == 4:
         return VarlenTiles(32, 32, 4, 1)
     if D > 128:
-        return VarlenTiles(64, 32, 8, 2) if kind == "forward" else VarlenTiles(32, 32, 8, 1)
+        if shared_memory(x) < LARGE_SHARED_MEMORY:
+            return VarlenTiles(64, 32, 8, 2) if kind == "forward" else VarlenTiles(32, 32, 8, 1)
+        return {
+            "forward": VarlenTiles(128, 64, 8, 2), "query": VarlenTiles(128, 64, 8, 1),
+            "key": VarlenTiles(64, 64, 8, 2),
+        }[kind]  # fmt: skip
     if kind == "forward":
-        return VarlenTiles(128, 128, 8, 2) if D > 64 else VarlenTiles(64, 64, 4, 3)
-    return VarlenTiles(64, 64, 4, 2)
+        return VarlenTiles(128, 128, 8, 2) if D > 64 else VarlenTiles(128, 64, 4, 3)
+    return VarlenTiles(64, 64, 4, 3 if kind == "key" and D <= 64 else 2)
 
 
 def documents_of(call: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -297,6 +306,9 @@ class Launches:
         tiles = tiles_of(kind, self.query, max(self.D, self.E))
         block, heads = (tiles.BLOCK_N, self.key_heads) if kind == "key" else (tiles.BLOCK_M, self.H)
         BLOCK_D, BLOCK_E = (next_power_of_2(max(16, columns)) for columns in (self.D, self.E))
+        # A key program's statistics of BLOCK_M queries are two numbers each.
+        threads = 32 * tiles.num_warps
+        own = {"REPEAT": max(1, threads // (2 * tiles.BLOCK_M))} if kind == "key" else {}
         strides = (n for x in strided for n in ((0, 0) if x is None else x.stride()[:2]))
         launch(
             kernel, (self.T // block + self.count + 2, heads), self.query,
@@ -305,7 +317,7 @@ class Launches:
             ONLY_HOLES=only_holes, EVEN_D=BLOCK_D == self.D, EVEN_E=BLOCK_E == self.E,
             PRECISION=self.precision,
             BLOCK_M=tiles.BLOCK_M, BLOCK_N=tiles.BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **own,
         )  # fmt: skip
 
 
