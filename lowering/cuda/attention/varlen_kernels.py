@@ -170,7 +170,13 @@ def _visit_keys(
     for start in tl.range(low, high, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
-        score = scores_of(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if softcap is None:
+            # The scale is above 0: the largest product has the largest score, and the scale is part
+            # of the difference below, a multiplication less for each element.
+            score, factor = products, scale * LOG2E
+        else:
+            score, factor = scores_of(products, scale, softcap), 1.0
         if MASKED:
             # A row without any key so far keeps the maximum LOWEST, for which exponentials are 0.
             is_key = is_key_of(key_mask_ptr, key[None, :], keys)
@@ -178,8 +184,8 @@ def _visit_keys(
                 query[:, None], key[None, :], is_key, length, keys, window_left, window_right
             )
             score = tl.where(seen, score, -float("inf"))
-        higher = tl.maximum(maximum, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
+        higher = tl.maximum(maximum, tl.max(score, 1) * factor)
+        p = tl.exp2(score * factor - higher[:, None])
         decay = tl.exp2(maximum - higher)
         total = total * decay + tl.sum(p, 1)
         v = load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
