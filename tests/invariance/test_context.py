@@ -120,6 +120,22 @@ def test_out_and_in_place_forms_write_where_they_should() -> None:
     torch.testing.assert_close(added, 2 + X @ X.t())
 
 
+@pytest.mark.parametrize("rows", [1, 64, 100])
+def test_results_are_computed_in_the_memory_of_out(rows: int) -> None:
+    """64 rows are one block on a CPU, which needs no memory beside `out`."""
+    x, weight, out = torch.randn(rows, 96), torch.randn(96, 32), torch.full((rows, 32), torch.nan)
+    with liger_ops.invariant():
+        expected = x @ weight
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.mm(x, weight, out=out)
+        added = torch.addmm(out, x, weight)
+        torch.addmm(out, x, weight, out=out)
+    assert torch.equal(out, added)
+    torch.testing.assert_close(out, 2 * expected)
+    copies = sum(event.name == "aten::copy_" for event in profile.events())
+    assert copies == 0 if rows == 64 else copies > 0
+
+
 def test_dtypes_are_promoted_as_they_are() -> None:
     for x in (X, X.double(), X.bfloat16(), torch.arange(4), torch.ones(3, dtype=torch.bool)):
         for function in (
