@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
-from liger_ops.bench.steps import heads, model
+from liger_ops.bench.steps import attention, heads, model, products
 
 RESULT = {
     "losses": [1.0], "warm_up_s": 9.0, "ms": 1.0, "ms_20": 1.0, "ms_80": 1.0, "gib": 0.5,
@@ -86,3 +86,20 @@ def test_each_head_runs() -> None:
     ]  # fmt: skip
     for call in found.values():
         call()
+
+
+@pytest.mark.parametrize("bench", (attention, heads, products))
+def test_benches_of_a_gpu_say_that_there_is_none(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main([]) == 2
+    assert "no" in capsys.readouterr().err
+
+
+def test_the_chosen_ways_of_attention_run() -> None:
+    row = attention.Row((8, 5), 2, 1, 16)
+    found = attention.calls(row, "cpu", ["triton", "flash"])
+    assert list(found) == ["triton", "flash"]
+    assert attention.differs(found["flash"], found["triton"]()) == ""

@@ -1,6 +1,6 @@
 """Time attention of documents and windows on a GPU, by varlen_attention's engines and by peers.
 
-    python -m liger_ops.bench.steps.attention [--seconds 1.0] [--rows TEXT]
+    python -m liger_ops.bench.steps.attention [--seconds 1.0] [--rows TEXT] [--ways WAY ...]
 
 Each row is a batch of documents, causal, in bfloat16, forward and backward of query, key and value.
 Its figures are milliseconds and, behind them, TFLOP/s of the pairs of query and key that see each
@@ -31,6 +31,8 @@ import liger_ops
 from ...device import Effort
 from ..timing import NoAccelerator, find, interleaved, without_preparation
 
+ENGINES = ("triton", "flash", "cudnn")
+WAYS = (*ENGINES, "flex", "dense")
 # Relative errors of bfloat16 against each other.
 BOUND = 2e-2
 
@@ -84,8 +86,10 @@ def _pairs(length: int, window: int) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def calls(row: Row, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Return the calls of a row by name; each returns the result and the gradients by token."""
+def calls(
+    row: Row, device: str, ways: Sequence[str] = WAYS
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Return the calls of a row by way; each returns the result and the gradients by token."""
     T = sum(row.lengths)
     torch.manual_seed(0)
     sizes = ((T, row.heads, row.D), *((T, row.key_heads, row.D),) * 2)
@@ -108,12 +112,13 @@ def calls(row: Row, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
         return y, *torch.autograd.grad(y, inputs, dy)
 
     found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
-    for engine in ("triton", "flash", *(["cudnn"] if find_spec("cudnn") else [])):
-        found[engine] = partial(by_engine, engine)
-    flex = _flex(row, device)
-    found["flex"] = partial(by_heads, flex)
-    if T <= LONGEST_DENSE:
-        found["dense"] = partial(by_heads, _dense)
+    for way in ways:
+        if way == "flex":
+            found[way] = partial(by_heads, _flex(row, device))
+        elif way == "dense" and T <= LONGEST_DENSE:
+            found[way] = partial(by_heads, _dense)
+        elif way in ENGINES and (way != "cudnn" or find_spec("cudnn")):
+            found[way] = partial(by_engine, way)
     return found
 
 
@@ -141,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each call")
     parser.add_argument("--rows", default="", help="of names that contain this")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
     options = parser.parse_args(arguments)
     try:
         accelerator = find("cuda")
@@ -153,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.rows not in row.name:
             continue
         torch.compiler.reset()
-        of_row = calls(row, "cuda")
+        of_row = calls(row, "cuda", [way for way in WAYS if way in ("triton", *options.ways)])
         expected = of_row["triton"]()
         for name in list(of_row):
             difference = "" if name == "dense" else differs(of_row[name], expected)
