@@ -90,14 +90,21 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The outcomes of ways, in place of their processes, and in "ran" the ways that ran."""
     outcomes: dict[str, Any] = {"ran": []}
 
-    def run(way: str, options: Any, environment: Any, timeout: float) -> dict[str, Any]:
-        outcomes["ran"].append(way)
-        outcome = outcomes.get(way, STEP)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return dict(outcome)
+    class Step:
+        def __init__(self, way: str, options: Any, environment: Any) -> None:
+            self.way = way
 
-    monkeypatch.setattr(command_line, "in_a_fresh_process", run)
+        def measured(self, timeout: float) -> dict[str, Any]:
+            outcomes["ran"].append(self.way)
+            outcome = outcomes.get(self.way, STEP)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return dict(outcome)
+
+        def end(self) -> None:
+            outcomes.setdefault("ended", []).append(self.way)
+
+    monkeypatch.setattr(command_line, "FreshStep", Step)
     return outcomes
 
 
@@ -149,15 +156,18 @@ def test_a_process_that_dies_is_a_failure_of_its_measurement_alone(
 ) -> None:
     made: list[list[str]] = []
 
-    def finished(command: list[str], environment: Any, timeout: float) -> Any:
-        start = command.index("--one") + 1
-        names = command[start : command.index("--records")]
-        made.append(names)
-        for name in names[:1] if len(made) == 1 else names:
-            store(tmp_path, recorded(name, {"losses": LOSSES, "ops": {}, "size": [4, 1, 2]}, "CPU"))
-        return {"error": "exit status -11, no message"} if len(made) == 1 else ""
+    class Process:
+        def __init__(self, arguments: list[str]) -> None:
+            self.names = arguments[arguments.index("--one") + 1 : arguments.index("--records")]
 
-    monkeypatch.setattr(command_line, "finished", finished)
+        def outcome(self, timeout: float) -> Any:
+            made.append(self.names)
+            for name in self.names[:1] if len(made) == 1 else self.names:
+                result = {"losses": LOSSES, "ops": {}, "size": [4, 1, 2]}
+                store(tmp_path, recorded(name, result, "CPU"))
+            return {"error": "exit status -11, no message"} if len(made) == 1 else ""
+
+    monkeypatch.setattr(command_line, "FreshProcess", Process)
     monkeypatch.setattr(command_line, "device_name", lambda: "CPU")
     monkeypatch.setattr("liger_ops.bench.report.plan.device_name", lambda: "CPU")
     assert report("--quick", "--only", "curves", "--records", tmp_path) == 0

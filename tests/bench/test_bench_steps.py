@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +26,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways that were run, by stand-ins of their processes."""
     ways: list[str] = []
 
-    def run(way: str, options: Any) -> dict[str, Any]:
-        ways.append(way)
-        return dict(RESULT)
+    class Step:
+        def __init__(self, way: str, options: Any) -> None:
+            ways.append(way)
 
-    monkeypatch.setattr(model, "in_a_fresh_process", run)
+        def measured(self) -> dict[str, Any]:
+            return dict(RESULT)
+
+    monkeypatch.setattr(model, "FreshStep", Step)
     return ways
 
 
@@ -65,13 +70,13 @@ def test_each_way_is_told_when_it_starts(
     ran: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    run = model.in_a_fresh_process
+    run = model.FreshStep
 
-    def noted(way: str, options: Any) -> dict[str, Any]:
+    def noted(way: str, options: Any) -> Any:
         started.append(capsys.readouterr().err.splitlines())
         return run(way, options)
 
-    monkeypatch.setattr(model, "in_a_fresh_process", noted)
+    monkeypatch.setattr(model, "FreshStep", noted)
     model.main(["eager", "compile", "fused", "fused-compile", "--shape", "tiny"])
     first = "runs, compiled first: a minute or more if nothing is cached ..."
     expected = {"eager": "runs ...", "compile": first, "fused": "runs ...", "fused-compile": first}
@@ -103,3 +108,22 @@ def test_the_chosen_ways_of_attention_run() -> None:
     found = attention.calls(row, "cpu", ["triton", "flash"])
     assert list(found) == ["triton", "flash"]
     assert attention.differs(found["flash"], found["triton"]()) == ""
+
+
+def test_a_process_waits_until_its_outcome_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(
+        "import sys\nfrom liger_ops.bench.steps.model import wait_to_be_called\n"
+        "wait_to_be_called()\nopen(sys.argv[1], 'w').close()\nprint('done')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    file = tmp_path / "ran"
+
+    def process(*arguments: str) -> model.FreshProcess:
+        return model.FreshProcess(["waiting", *arguments], environment)
+
+    waiting, ended = process(str(file)), process(str(file))
+    ended.end()
+    assert not file.exists()
+    assert waiting.outcome() == "done\n" and file.exists()
+    assert process().outcome() == {"error": "IndexError: list index out of range"}
+    assert process(str(file)).outcome(timeout=0.001) == {"error": "it was stopped after 0 s"}

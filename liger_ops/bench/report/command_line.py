@@ -16,7 +16,7 @@ import torch
 
 from ..command_line import Parser
 from ..providers import one_line
-from ..steps.model import finished, in_a_fresh_process, lacks
+from ..steps.model import FreshProcess, FreshStep, lacks, wait_to_be_called
 from ..steps.models import TEXT
 from . import page
 from .measured import measured
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.one:
+        wait_to_be_called()
         planned = quick_plan(torch.cuda.is_available()) if options.quick else plan()
         for measurement in planned:
             if measurement.name in options.one:
@@ -151,63 +152,111 @@ class _Measuring:
             wanted = [one for one in wanted if one.words[-1] != "liger-kernel"]
         began, left = time.perf_counter(), [one for one in wanted if one.name not in self.done]
         _say(f"{len(wanted)} measurements, {len(wanted) - len(left)} of them made earlier")
-        while left:
-            spent = time.perf_counter() - began
-            if spent > seconds:
-                _say(f"{spent / 60:.1f} min: the time is over, {len(left)} measurements are left")
-                return
-            number = len(wanted) - len(left) + 1
-            _say(f"[{number}/{len(wanted)}] {spent:4.0f} s  {left[0]} ...")
-            done = self._step(left[0]) if left[0].part == "steps" else self._others(left)
-            for one in done:
-                _say(f"          {page.told(one)}")
-            names = {one.name for one in done}
-            left = [one for one in left if one.name not in names]
+        ahead: _Process | None = None
+        try:
+            while left:
+                spent = time.perf_counter() - began
+                if spent > seconds:
+                    _say(
+                        f"{spent / 60:.1f} min: the time is over, {len(left)} measurements are left"
+                    )
+                    return
+                number = len(wanted) - len(left) + 1
+                _say(f"[{number}/{len(wanted)}] {spent:4.0f} s  {left[0]} ...")
+                process = ahead or self._process(left)
+                left = left[len(process.batch) :]
+                # It imports while this one is measured.
+                ahead = self._process(left) if left else None
+                done = process.records()
+                for one in done:
+                    _say(f"          {page.told(one)}")
+                names = {one.name for one in done}
+                if undone := [one for one in process.batch if one.name not in names]:
+                    left = undone + left
+                    if ahead is not None:
+                        ahead.process.end()
+                        ahead = None
+        finally:
+            if ahead is not None:
+                ahead.process.end()
 
-    def _step(self, measurement: Measurement) -> list[Record]:
-        """Time steps in a new process. Without a mask the compilation, which is timed, finds empty
-        caches; the other batches find those of the same model."""
-        shape, batch, way = measurement.words
+    def _process(self, left: Sequence[Measurement]) -> _Process:
+        return (_Steps if left[0].part == "steps" else _Others)(self, left)
+
+
+class _Process:
+    """A process that makes the first of the measurements that are left."""
+
+    batch: list[Measurement]
+    process: FreshProcess
+
+    def __init__(self, run: _Measuring) -> None:
+        self.run = run
+
+    def records(self) -> list[Record]:
+        """Measure, store the records and return them."""
+        raise NotImplementedError
+
+
+class _Steps(_Process):
+    """Steps. Without a mask the compilation, which is timed, finds empty caches; the other batches
+    find those of the same model."""
+
+    def __init__(self, run: _Measuring, left: Sequence[Measurement]) -> None:
+        super().__init__(run)
+        self.batch = [left[0]]
+        shape, batch, way = left[0].words
         rows, length = TEXT[shape][3]
         step = argparse.Namespace(
             shape=shape, batch=batch, batch_size=rows, sequence_length=length, layers=None,
-            steps=2 if measurement.quick else 20, autocast=False, checkpoint=False,
+            steps=2 if left[0].quick else 20, autocast=False, checkpoint=False,
         )  # fmt: skip
         caches = Path(tempfile.gettempdir()) / "liger_ops_report" / f"{shape}-{way}"
         if batch == "none":
             shutil.rmtree(caches, ignore_errors=True)
         folders = {name: str(caches / name.lower()) for name in CACHES}
-        environment = {**os.environ, **folders}
+        self.process: FreshStep = FreshStep(way, step, {**os.environ, **folders})
+
+    def records(self) -> list[Record]:
         began = time.perf_counter()
-        outcome = in_a_fresh_process(way, step, environment, SECONDS)
-        if self.on_cpu and "error" not in outcome:
+        outcome = self.process.measured(SECONDS)
+        if self.run.on_cpu and "error" not in outcome:
             outcome = {"losses": outcome["losses"], "note": ON_A_CPU}
-        seconds = 0.0 if self.on_cpu else time.perf_counter() - began
-        found = record(measurement, outcome, seconds, self.commit)
-        store(self.folder, found)
+        seconds = 0.0 if self.run.on_cpu else time.perf_counter() - began
+        found = record(self.batch[0], outcome, seconds, self.run.commit)
+        store(self.run.folder, found)
         return [found]
 
-    def _others(self, left: Sequence[Measurement]) -> list[Record]:
-        """Measure the first of `left` in a new process. In a quick run, where most of the time is
-        the start of a process, it measures all others, too."""
-        batch = [one for one in left if one.part != "steps"] if left[0].quick else left[:1]
-        names = [one.name for one in batch]
-        for one in batch:
-            (self.folder / f"{one.name}.json").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "liger_ops.bench", "report", "--one", *names]
-        command += ["--records", str(self.folder), *(["--quick"] if left[0].quick else [])]
-        command += ["--commit", self.commit] if self.commit else []
+
+class _Others(_Process):
+    """Heads, kernels and curves. In a quick run, where most of the time is the start of a process,
+    one measures all of them."""
+
+    def __init__(self, run: _Measuring, left: Sequence[Measurement]) -> None:
+        super().__init__(run)
+        count = next((i for i, one in enumerate(left) if one.part == "steps"), len(left))
+        self.batch = list(left[: count if left[0].quick else 1])
+        names = [one.name for one in self.batch]
+        arguments = ["liger_ops.bench", "report", "--one", *names, "--records", str(run.folder)]
+        arguments += ["--quick"] if left[0].quick else []
+        arguments += ["--commit", run.commit] if run.commit else []
+        self.process = FreshProcess(arguments)
+
+    def records(self) -> list[Record]:
+        folder = self.run.folder
+        for one in self.batch:
+            (folder / f"{one.name}.json").unlink(missing_ok=True)
         began = time.perf_counter()
-        outcome = finished(command, None, SECONDS)
-        seconds = 0.0 if self.on_cpu else time.perf_counter() - began
-        stored = load(self.folder)
-        done = [stored[name] for name in names if name in stored]
-        if len(done) < len(batch):
+        outcome = self.process.outcome(SECONDS)
+        seconds = 0.0 if self.run.on_cpu else time.perf_counter() - began
+        stored = load(folder)
+        done = [stored[one.name] for one in self.batch if one.name in stored]
+        if len(done) < len(self.batch):
             # The process ended in the first measurement without a record, and before the others.
-            first = next(one for one in batch if one.name not in stored)
+            first = next(one for one in self.batch if one.name not in stored)
             why = outcome if isinstance(outcome, dict) else {"error": "it left no record"}
-            failed = record(first, why, seconds, self.commit)
-            store(self.folder, failed)
+            failed = record(first, why, seconds, self.run.commit)
+            store(folder, failed)
             done.append(failed)
         return done
 

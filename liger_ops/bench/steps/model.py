@@ -110,6 +110,7 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
     options.batch_size = options.batch_size or (8 if on_gpu and options.shape in UNETS else rows)
     options.sequence_length = options.sequence_length or length
     if options.one:
+        wait_to_be_called()
         print(json.dumps(measure(options)))
         return 0
     if not on_gpu:
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
             continue
         told = "runs ..." if way in UNCOMPILED else COMPILED_FIRST
         print(f"{way:14} {told}", file=sys.stderr, flush=True)
-        result = results[way] = in_a_fresh_process(way, options)
+        result = results[way] = FreshStep(way, options).measured()
         wrong = "error" in result or differs(result, results.get("eager"))
         right |= {} if wrong else {way: result}
         print(line(way, result, wrong, results.get("causal")), flush=True)
@@ -146,39 +147,68 @@ def lacks(package: str, on_gpu: bool) -> str:
     return "" if on_gpu or not tools else f"needs a GPU: its kernels are made with {tools[0]}"
 
 
-def in_a_fresh_process(
-    way: str,
-    options: argparse.Namespace,
-    environment: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-) -> dict[str, Any]:
-    """Measure a way in a new process, and return what was measured, or `error` with the reason."""
-    command = [sys.executable, "-m", "liger_ops.bench.steps.model", way, "--one"]
-    for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
-        if (value := getattr(options, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
-    command += [f"--{flag}" for flag in ("autocast", "checkpoint") if getattr(options, flag)]
-    run = finished(command, environment, timeout)
-    return run if isinstance(run, dict) else json.loads(run.strip().splitlines()[-1])
+class FreshProcess:
+    """A Python process that imports what it needs, and then waits for `outcome`: it can start while
+    another is measured."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *arguments], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def outcome(self, timeout: float | None = None) -> str | dict[str, Any]:
+        """Let the process run; return its standard output, or `error` with the line that says why
+        it failed."""
+        try:
+            output, errors = self._process.communicate("\n", timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"it was stopped after {timeout:.0f} s"}
+        finally:
+            self.end()
+        if self._process.returncode == 0:
+            return output
+        lines = errors.strip().splitlines() or [
+            f"exit status {self._process.returncode}, no message"
+        ]
+        raised = [
+            line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Unsupported)", line)
+        ]
+        return {"error": (raised or lines)[-1]}
+
+    def end(self) -> None:
+        """Stop the process, if it has not ended."""
+        self._process.kill()
+        self._process.communicate()
 
 
-def finished(
-    command: Sequence[str], environment: Mapping[str, str] | None, timeout: float | None
-) -> str | dict[str, Any]:
-    """Run a command, and return its standard output, or `error` with the line that says why it
-    failed."""
-    options: Any = {"env": environment, "timeout": timeout}
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, **options)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it was stopped after {timeout:.0f} s"}
-    if run.returncode == 0:
-        return run.stdout
-    lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}, no message"]
-    raised = [
-        line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Unsupported)", line)
-    ]
-    return {"error": (raised or lines)[-1]}
+class FreshStep(FreshProcess):
+    """A process that measures a way."""
+
+    def __init__(
+        self, way: str, options: argparse.Namespace, environment: Mapping[str, str] | None = None
+    ) -> None:
+        arguments = ["liger_ops.bench.steps.model", way, "--one"]
+        for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
+            if (value := getattr(options, name)) is not None:
+                arguments += [f"--{name.replace('_', '-')}", str(value)]
+        arguments += [f"--{flag}" for flag in ("autocast", "checkpoint") if getattr(options, flag)]
+        super().__init__(arguments, environment)
+
+    def measured(self, timeout: float | None = None) -> dict[str, Any]:
+        """Return what was measured, or `error` with the reason."""
+        outcome = self.outcome(timeout)
+        if isinstance(outcome, dict):
+            return outcome
+        result: dict[str, Any] = json.loads(outcome.strip().splitlines()[-1])
+        return result
+
+
+def wait_to_be_called() -> None:
+    """Wait in a process until its `outcome` is asked for."""
+    sys.stdin.readline()
 
 
 def differs(result: dict[str, Any], eager: dict[str, Any] | None) -> bool:

@@ -12,6 +12,7 @@ batch_invariant_ops (Thinking Machines Lab), where that is installed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,9 +40,8 @@ def calls(a: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
         "triton": partial(product.product, a[None], b[None]),
     }
     if find_spec("batch_invariant_ops") is not None:
-        from batch_invariant_ops.batch_invariant_ops import matmul_persistent
-
-        found["persistent"] = partial(matmul_persistent, a, b)
+        peer = importlib.import_module("batch_invariant_ops.batch_invariant_ops")
+        found["persistent"] = partial(peer.matmul_persistent, a, b)
     return found
 
 
