@@ -12,7 +12,7 @@ from torch import Tensor
 
 import liger_ops
 from liger_ops.losses import LinearScoreCenteringLoss, score_centering_loss
-from liger_ops.losses.score_centering import LEAST_TAIL
+from liger_ops.ops.losses.score_centering import LEAST_TAIL
 
 B, T, V, D = 3, 4, 13, 6
 DTYPE = torch.float64
