@@ -3,6 +3,7 @@ kept."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -213,17 +214,7 @@ def linear_score_centering_forward(
                     dentropy=None, dlse=None, entropy=lse, lse=lse, lse_error=error,
                 )  # fmt: skip
                 gradients.add(chunk_head, _GRADIENT.definition(*part))
-    log_prob, lse, coefficients, error = (torch.cat(x) for x in zip(*parts, strict=True))
-    total_weight = tokens.kept.sum().to(lse.dtype)
-    results = (losses_of(coefficients, log_prob), log_prob, lse, coefficients, error)
-    shape = call.target.shape
-    loss, log_prob, lse, coefficients, error = (
-        x.reshape((*shape, *x.shape[1:])) for x in results
-    )
-    if call.reduction != "none":
-        loss = loss.sum() / divisor(call, total_weight)
-    computed = shaped(gradients.results(), call)
-    return loss, log_prob, lse, coefficients, total_weight, error, *computed
+    return *results_of(call, tokens, parts), *shaped(gradients.results(), call)  # type: ignore[return-value]
 
 
 class _ScoreCenteringFormula(PrecomputedFormula):
@@ -281,6 +272,21 @@ class Tokens(NamedTuple):
         dtype = widened(call.x[:0]).dtype
         given = (top, advantages, sampling_log_prob, importance)
         return Tokens(targets, kept, SampledTokens.of(kept, listed, dtype, *given))
+
+
+def results_of(call: Any, tokens: Tokens, parts: Sequence[tuple[Tensor, ...]]) -> Any:
+    """Return the results of the forward op but for the gradients. `parts` are log_prob, lse,
+    coefficients and lse_error of each chunk of tokens."""
+    log_prob, lse, coefficients, error = (torch.cat(x) for x in zip(*parts, strict=True))
+    total_weight = tokens.kept.sum().to(lse.dtype)
+    results = (losses_of(coefficients, log_prob), log_prob, lse, coefficients, error)
+    shape = call.target.shape
+    loss, log_prob, lse, coefficients, error = (
+        x.reshape((*shape, *x.shape[1:])) for x in results
+    )
+    if call.reduction != "none":
+        loss = loss.sum() / divisor(call, total_weight)
+    return loss, log_prob, lse, coefficients, total_weight, error
 
 
 def targets_of(
