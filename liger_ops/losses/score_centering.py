@@ -124,7 +124,6 @@ def score_centering_loss(
             f"{name}: sampling_log_prob must be a tensor if importance_sampling is not 'none', got"
             " None"
         )
-
     mask = mask != 0
     sampled = widened(log_prob).unsqueeze(-1)
     listed = mask.unsqueeze(-1) & (sampling_top_log_prob != -torch.inf)
