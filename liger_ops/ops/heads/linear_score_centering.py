@@ -281,9 +281,7 @@ def results_of(call: Any, tokens: Tokens, parts: Sequence[tuple[Tensor, ...]]) -
     total_weight = tokens.kept.sum().to(lse.dtype)
     results = (losses_of(coefficients, log_prob), log_prob, lse, coefficients, error)
     shape = call.target.shape
-    loss, log_prob, lse, coefficients, error = (
-        x.reshape((*shape, *x.shape[1:])) for x in results
-    )
+    loss, log_prob, lse, coefficients, error = (x.reshape((*shape, *x.shape[1:])) for x in results)
     if call.reduction != "none":
         loss = loss.sum() / divisor(call, total_weight)
     return loss, log_prob, lse, coefficients, total_weight, error
@@ -315,9 +313,7 @@ def gradient_of_words(call: Any, output_mask: list[bool]) -> Any:
     if call.dloss is not None:
         of_tokens = call.dloss / divisor(call, call.total_weight)
         terms.append(of_tokens.unsqueeze(-1) * call.coefficients)
-    targets, _ = targets_of(
-        call.target, call.words, call.sampling_top_log_prob, call.ignore_index
-    )
+    targets, _ = targets_of(call.target, call.words, call.sampling_top_log_prob, call.ignore_index)
     # The entropy is read only if it has a gradient.
     return as_log_prob(
         _BACKWARD, call, target=targets, dlog_prob=sum(terms) if terms else None, dentropy=None,
