@@ -39,10 +39,10 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     for chunk in split(head, size):
         rows = slice(first, first + chunk.x.shape[0])
         values = {"logits": chunk.logits(), "target": tokens.targets[rows]}
-        log_p, _, lse, *_, error = log_prob.forward(
+        log_p, _, lse, _, _, _, error = log_prob.forward(
             LOG_PROB, as_log_prob(LOG_PROB, call, **values), shard
         )
-        assert log_p is not None
+        assert log_p is not None and lse is not None and error is not None
         coefficients = tokens.sampled.chunk(rows).coefficients(log_p)
         parts.append((log_p, lse, coefficients, error))
         if any(wanted):

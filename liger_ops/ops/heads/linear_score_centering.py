@@ -95,7 +95,7 @@ def linear_score_centering(
         bias: (V,), of x's dtype.
         sampling_log_prob: (...), floating point: the sampler's log-probability of each sampled
             word; needed if importance_sampling is not "none".
-        num_items_in_batch: a number, for the reduction "mean" alone.
+        num_items_in_batch: (), any dtype but bool and complex; the divisor of the mean.
         importance_sampling: the weights of the scores: "none", "truncate" or "mask".
         importance_min, importance_max: the bounds of p / q, at least 0.
         reduction: "none", "mean" or "sum".
@@ -214,7 +214,7 @@ def linear_score_centering_forward(
                     dentropy=None, dlse=None, entropy=lse, lse=lse, lse_error=error,
                 )  # fmt: skip
                 gradients.add(chunk_head, _GRADIENT.definition(*part))
-    return *results_of(call, tokens, parts), *shaped(gradients.results(), call)  # type: ignore[return-value]
+    return *results_of(call, tokens, parts), *shaped(gradients.results(), call)
 
 
 class _ScoreCenteringFormula(PrecomputedFormula):
@@ -259,19 +259,16 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of_call(call: Any) -> Tokens:
-        names = ("target", "sampling_top_log_prob", "advantages", "sampling_log_prob")
-        values = [getattr(call, name) for name in names]
-        target, top, advantages, sampling_log_prob = (
-            None if x is None else flat_tokens(x, call.x) for x in values
-        )
-        targets, listed = targets_of(
-            target, flat_tokens(call.words, call.x), top, call.ignore_index
-        )
-        kept = target != call.ignore_index
+        names = ("target", "words", "sampling_top_log_prob", "advantages")
+        target, words, top, advantages = (flat_tokens(getattr(call, n), call.x) for n in names)
+        targets, listed = targets_of(target, words, top, call.ignore_index)
+        kept, dtype = target != call.ignore_index, widened(call.x[:0]).dtype
+        of_sampled = call.sampling_log_prob
+        if of_sampled is not None:
+            of_sampled = flat_tokens(of_sampled, call.x)
         importance = (call.importance_sampling, call.importance_min, call.importance_max)
-        dtype = widened(call.x[:0]).dtype
-        given = (top, advantages, sampling_log_prob, importance)
-        return Tokens(targets, kept, SampledTokens.of(kept, listed, dtype, *given))
+        sampled = SampledTokens.of(kept, listed, dtype, top, advantages, of_sampled, importance)
+        return Tokens(targets, kept, sampled)
 
 
 def results_of(call: Any, tokens: Tokens, parts: Sequence[tuple[Tensor, ...]]) -> Any:

@@ -25,7 +25,7 @@ WEIGHTS: dict[str, Callable[[Tensor, float, float], Tensor] | None] = {
 
 
 class SampledTokens(NamedTuple):
-    """What the loss of each token is computed from, beside the policy's log-probabilities.
+    """The values from which each token's loss is computed, but for the policy's log-probabilities.
 
     Where a token is dropped, or an entry is left out, each number is 0. Those of tokens have a last
     dimension of size 1.
@@ -65,9 +65,7 @@ class SampledTokens(NamedTuple):
 
     def chunk(self, tokens: slice) -> SampledTokens:
         """Return the values of some tokens, where these have one dimension."""
-        *values, sampled, importance = self
-        parts = (x[tokens] for x in values)
-        return SampledTokens(*parts, None if sampled is None else sampled[tokens], importance)
+        return SampledTokens._make(x[tokens] if isinstance(x, Tensor) else x for x in self)
 
     def coefficients(self, log_prob: Tensor) -> Tensor:
         """Return the gradient of each token's loss with respect to log_prob, (..., K + 1).
