@@ -355,19 +355,20 @@ class LinearScoreCenteringLoss(LinearLoss):
         check_per_sequence(name, "advantages", advantages, target, "target")
         check_items(name, num_items_in_batch)
         mask, top = target != self.ignore_index, sampling_top_log_prob.detach()
-        of_tokens = widened(column(advantages).detach()).expand_as(target)
+        advantages = widened(column(advantages).detach()).expand_as(target)
         sampled = None if sampling_log_prob is None else sampling_log_prob.detach()
         items = item_count(num_items_in_batch, mask, widened(x[:0]).dtype)
         if not isinstance(items, Tensor):
-            items = of_tokens.new_full((), items)
+            items = advantages.new_full((), items)
         loss, log_prob = linear_score_centering(
-            x, weight, target, words, top, of_tokens, bias, sampled, items,
+            x, weight, target, words, top, advantages, bias, sampled, items,
             **self.options, **self.head_options, **self._lora(lora),
         )  # fmt: skip
         _, listed = targets_of(target, words, top, self.ignore_index)
         of_sampled, of_listed = log_prob.split([1, words.shape[-1]], -1)
-        per_token = self._of(
-            of_sampled.squeeze(-1), of_listed, top.masked_fill(~listed, -torch.inf), of_tokens,
+        # Not `_replace`, which Dynamo of torch 2.11 does not trace.
+        _, *of_tokens = self._of(
+            of_sampled.squeeze(-1), of_listed, top.masked_fill(~listed, -torch.inf), advantages,
             mask, sampling_log_prob=sampled,
         )  # fmt: skip
-        return per_token._replace(loss=loss)
+        return CenteredOutput(loss, *of_tokens)
