@@ -24,32 +24,40 @@ from ....ops.heads.linear_score_centering import Tokens, as_log_prob, gradient_o
 from ....ops.losses.score_centering import losses_of
 from ..losses.cross_entropy import TokenTensors
 from ..losses.log_prob import as_loss, words_of
-from ..losses.words import WordGradients, any_word, place, word_log_probs
+from ..losses.words import Places, any_word, log_probs_of, word_logits
 from . import linear_log_prob
-from .chunked_head import ALL, Device, Outputs, chunked_tokens
+from .chunked_head import Device, Outputs, chunked_tokens
 
 _LOG_PROB = library.OPS["linear_log_prob_forward"]
 
 
 class Columns(NamedTuple):
-    """The columns in which a token's logits have gradients, each once: the words, (M, K + 1), with
-    -1 for a sampled word that is listed too. `same` says of the listed words which one that is."""
+    """The columns in which a token's logits have gradients, each once.
 
-    words: Tensor
+    A sampled word that is listed too has the column of the listed one, which is `same`; `alone` has
+    no such column. All are (M, K + 1) or (M, K).
+    """
+
+    places: Places
     same: Tensor
+    alone: Tensor
 
     @staticmethod
-    def of_words(words: Tensor) -> Columns:
+    def of_words(words: Tensor, V: int) -> Columns:
         sampled, listed = words[:, :1], words[:, 1:]
         same = (listed == sampled) & (sampled >= 0)
-        sampled = sampled.masked_fill(same.any(-1, keepdim=True), -1)
-        return Columns(torch.cat([sampled, listed], -1), same)
+        alone = ~same.any(-1, keepdim=True)
+        columns = torch.cat([torch.where(alone, sampled, -1), listed], -1)
+        return Columns(Places.of_columns(columns, V), same, alone)
 
-    def sums(self, gradients: Tensor, tokens: slice) -> Tensor:
-        """Return the gradients of the columns of some tokens from those of their words."""
+    def chunk(self, tokens: slice) -> Columns:
+        return Columns(self.places.chunk(tokens), self.same[tokens], self.alone[tokens])
+
+    def sums(self, gradients: Tensor) -> Tensor:
+        """Return the gradients of the columns from those of the words."""
         sampled, listed = gradients[:, :1], gradients[:, 1:]
-        listed = listed + torch.where(self.same[tokens], sampled, 0.0)
-        return torch.cat([torch.where(self.words[tokens, :1] < 0, 0.0, sampled), listed], -1)
+        listed = listed + torch.where(self.same, sampled, 0.0)
+        return torch.cat([torch.where(self.alone, sampled, 0.0), listed], -1)
 
 
 def forward(device: Device, call: Any) -> Outputs:
@@ -63,7 +71,7 @@ def forward(device: Device, call: Any) -> Outputs:
     targets = as_log_prob(_LOG_PROB, call, x=whole.x, target=tokens.targets)
     options, words = as_loss(targets), words_of(targets)
     assert words is not None
-    columns = Columns.of_words(words)
+    columns = Columns.of_words(words, call.weight.shape[0])
     of_words = [x.view(words.shape) for x in (log_prob, coefficients)]
     # The kernel also computes a log-probability, of word 0, which is not used.
     rows = TokenTensors(
@@ -76,20 +84,25 @@ def forward(device: Device, call: Any) -> Outputs:
     for chunk, chunk_head, logits in head.logits():
         part = rows.chunk(chunk)
         device.cross_entropy.loss_and_gradient(options, logits, part, False)
-        log_p = word_log_probs(options, logits, words[chunk], part)
+        listed = word_logits(options, logits, words[chunk])
+        log_p = log_probs_of(listed, words[chunk], part)
         gradient = tokens.sampled.chunk(chunk).coefficients(log_p)
         for memory, values in zip(of_words, (log_p, gradient), strict=True):
             memory[chunk] = values
         if not any(call.gradient_mask):
             continue
-        # The entropy is read only if it has a gradient.
+        of_chunk = columns.chunk(chunk)
+        sums = of_chunk.sums(gradient)
+        total = sums.sum(-1, keepdim=True)
+        # The gradient of lse, of which the logits of the words have one of their own, too. The
+        # entropy is read only if it has a gradient.
+        upstream = (None, None, -total.squeeze(-1), None, None)
         part = part._replace(log_prob=None, entropy=part.lse)
-        sums = columns.sums(gradient, chunk)
-        listed = WordGradients(call, columns.words[chunk], sums, None, None, part)
-        placed = listed.of_logits(logits, ALL)
-        upstream = listed.of_tokens(ALL)
         device.cross_entropy.gradient(options, upstream, logits, part, logits)
-        place(logits, *placed)
+        slope = options.logit_scale
+        if options.softcap is not None:
+            slope = slope * (1 - (listed / options.softcap).square())
+        of_chunk.places.write(logits, (sums - log_p.exp() * total) * slope)
         gradients.add(chunk_head, logits)
     del logits
     losses = losses_of(coefficients, log_prob)
