@@ -54,6 +54,10 @@ from .ops.losses.log_prob import log_prob, log_prob_forward
 from .ops.losses.router_losses import router_losses, router_losses_forward
 from .ops.heads.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.heads.linear_log_prob import linear_log_prob, linear_log_prob_forward
+from .ops.heads.linear_score_centering import (
+    linear_score_centering,
+    linear_score_centering_forward,
+)
 from .ops.heads.linear_top_k import linear_top_k, linear_top_k_forward
 from .ops.heads.linear_top_k_divergence import (
     linear_top_k_divergence,
@@ -87,7 +91,8 @@ __all__ = [
     "embedding", "enable", "explain", "fuse", "fused_add_rms_norm", "fusion", "gated_rms_norm",
     "geglu", "graph_pass", "group_norm", "infer_device", "invariant", "jsd", "kl_div", "layer_norm",
     "linear_cross_entropy", "linear_cross_entropy_forward", "linear_divergence",
-    "linear_divergence_forward", "linear_log_prob", "linear_log_prob_forward", "linear_top_k",
+    "linear_divergence_forward", "linear_log_prob", "linear_log_prob_forward",
+    "linear_score_centering", "linear_score_centering_forward", "linear_top_k",
     "linear_top_k_divergence", "linear_top_k_divergence_forward", "linear_top_k_forward",
     "log_prob", "log_prob_forward", "log_softmax", "lora_linear", "lora_linear_forward",
     "losses", "mhc_coeffs", "mhc_coeffs_forward", "mhc_post_res", "mhc_pre",

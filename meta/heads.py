@@ -16,11 +16,11 @@ from .lines import also, gives
 
 LOSSES = (
     "linear_cross_entropy", "linear_log_prob", "linear_top_k", "linear_top_k_divergence",
-    "linear_divergence",
+    "linear_score_centering", "linear_divergence",
 )  # fmt: skip
 
 
-@also(*LOSSES[:4], first=True)
+@also(*LOSSES[:-1], first=True)
 def given(call: Any) -> None:
     """Check that both factors of a LoRA are given, or none, and that no mask asks for the gradient
     of an argument that is None."""
@@ -90,7 +90,30 @@ def columns_of_words(call: Any) -> tuple[int | torch.SymInt, ...]:
     return (call.k,) if hasattr(call, "k") else tuple(call.words.shape[-1:])
 
 
-@gives("gradients", "linear_cross_entropy", "linear_divergence")
+@also("linear_score_centering")
+def importance(call: Any) -> None:
+    """Check the bounds of the importance weights, and that the sampler's log-probabilities are
+    given if there are weights."""
+    kind = getattr(call, "importance_sampling", "none")
+    if kind != "none" and call.sampling_log_prob is None:
+        raise TypeError(
+            "linear_score_centering: sampling_log_prob must be a tensor if importance_sampling is"
+            f" not 'none', got None and {kind!r}"
+        )
+    if hasattr(call, "importance_max") and not call.importance_max >= call.importance_min:
+        raise ValueError(
+            "linear_score_centering: importance_max must be at least importance_min,"
+            f" {call.importance_min}, got {call.importance_max}"
+        )
+
+
+@gives("W", "linear_score_centering")
+def sampled_and_listed(call: Any) -> tuple[int | torch.SymInt, ...]:
+    """Return the number of words of a token: the sampled one and those that are listed."""
+    return (call.words.shape[-1] + 1,)
+
+
+@gives("gradients", "linear_cross_entropy", "linear_divergence", "linear_score_centering")
 def forward_gradients(call: Any) -> tuple[Tensor | None, ...]:
     """Allocate the gradients that the forward computes."""
     names = trained(call)

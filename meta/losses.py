@@ -38,7 +38,10 @@ def targets(call: Any) -> None:
         checks.shape(call, "dlog_prob", shape, "target")
 
 
-@also("cross_entropy", "linear_cross_entropy", "linear_divergence", first=True)
+@also(
+    "cross_entropy", "linear_cross_entropy", "linear_divergence", "linear_score_centering",
+    first=True,
+)  # fmt: skip
 def divisor(call: Any) -> None:
     if call.num_items_in_batch is not None and call.reduction != "mean":
         raise ValueError(

@@ -58,8 +58,9 @@ def check_shape(
 
 
 def check_per_sequence(
-    function: str, name: str, value: Any, log_prob: Tensor, *, of_tokens: bool = True
-) -> None:
+    function: str, name: str, value: Any, log_prob: Tensor, name_of_tokens: str = "log_prob", *,
+    of_tokens: bool = True,
+) -> None:  # fmt: skip
     """Raise unless value is a tensor of shape (B,), or if `of_tokens` also (B, 1) or (B, T)."""
     check_tensor(function, name, value)
     rows, tokens = log_prob.shape
@@ -69,7 +70,7 @@ def check_per_sequence(
         is_row = holds(value.shape[1] == 1) or holds(value.shape[1] == tokens)
         fits = fits and of_tokens and is_row
     if value.dim() > 2 or not fits:
-        text = f"{function}: {name} must be of shape {accepted} for log_prob's (B, T), got "
+        text = f"{function}: {name} must be of shape {accepted} for {name_of_tokens}'s (B, T), got "
         raise ValueError(f"{text}{tuple(value.shape)} for {tuple(log_prob.shape)}")
 
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.heads.linear_log_prob import linear_log_prob
-from .checks import check_shape, check_tensor
+from ..ops.heads.linear_score_centering import linear_score_centering, targets_of
+from ..ops.tensors import widened
+from .checks import check_items, check_per_sequence, check_shape, check_tensor
 from .dpo import dpo_loss
 from .grpo import PolicyOutput, grpo_loss
 from .kto import kto_loss
 from .outputs import PreferenceOutput, UnpairedPreferenceOutput
+from .policy_terms import column, item_count
 from .reference_free import cpo_loss, orpo_loss, simpo_loss
 from .score_centering import CenteredOutput, check_listed, score_centering_loss
 
@@ -49,9 +52,10 @@ class LinearLoss(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.ignore_index = ignore_index
-        self.head_options = (
-            temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes
-        )  # fmt: skip
+        self.head_options: dict[str, Any] = {
+            "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
+            "ignore_index": ignore_index, "accum_dtype": accum_dtype, "chunk_bytes": chunk_bytes,
+        }  # fmt: skip
         self.options = options
         # Raises the loss's own errors for wrong options now, not at the first forward.
         self._call(torch.empty(0, 1, device="meta"))
@@ -68,16 +72,19 @@ class LinearLoss(nn.Module):
         lora: Lora | None = None, name: str = "lora",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return each target's log-probability, and the entropy; 0 where target is ignore_index."""
+        options = {**self.head_options, **self._lora(lora, name)}
+        return linear_log_prob(x, weight, target, bias, **options)
+
+    def _lora(self, lora: Lora | None, name: str = "lora") -> dict[str, Any]:
+        """Return the keyword arguments of a head's LoRA."""
         if lora is None:
-            return linear_log_prob(x, weight, target, bias, *self.head_options)
+            return {}
         if not isinstance(lora, tuple) or len(lora) != 3:
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a tuple (lora_a, lora_b, lora_scale) or"
                 f" None, got {type(lora).__name__}"
             )
-        a, b, scale = lora
-        options: dict[str, Any] = {"lora_a": a, "lora_b": b, "lora_scale": scale}
-        return linear_log_prob(x, weight, target, bias, *self.head_options, **options)
+        return dict(zip(("lora_a", "lora_b", "lora_scale"), lora, strict=True))
 
     def reference(
         self, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
@@ -301,12 +308,12 @@ class LinearGRPOLoss(LinearLoss):
 class LinearScoreCenteringLoss(LinearLoss):
     """`score_centering_loss` of a linear head, from hidden states.
 
-    The log-probabilities of the sampled word and of the words that the sampler lists come from one
-    pass over the logits.
+    `liger_ops.linear_score_centering` computes the loss, and its gradient in the forward: in
+    training the head takes three matrix products. They are four if per_token_loss has a gradient.
 
     Args:
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
-            `liger_ops.linear_log_prob`. The temperature is that of the sampling.
+            `liger_ops.linear_score_centering`. The temperature is that of the sampling.
         options: importance_sampling, importance_min and importance_max of `score_centering_loss`.
 
     Shape:
@@ -314,7 +321,8 @@ class LinearScoreCenteringLoss(LinearLoss):
         target: (B, T), int64 or int32: the sampled tokens; ignore_index for a token that is not
             kept.
         words: (B, T, K), of target's dtype: the words that the sampler lists. Where
-            sampling_top_log_prob is -inf, any value may stand.
+            sampling_top_log_prob is -inf, any value may stand. A word that is listed again is left
+            out.
         sampling_top_log_prob, advantages, sampling_log_prob, num_items_in_batch: as for
             `score_centering_loss`.
         lora: as for `LinearDPOLoss`.
@@ -324,7 +332,7 @@ class LinearScoreCenteringLoss(LinearLoss):
 
     Raises:
         TypeError, ValueError, IndexError: see `score_centering_loss` and
-            `liger_ops.linear_log_prob`.
+            `liger_ops.linear_score_centering`.
     """
 
     loss = staticmethod(score_centering_loss)
@@ -337,18 +345,30 @@ class LinearScoreCenteringLoss(LinearLoss):
     def forward(
         self, x: Tensor, weight: Tensor, target: Tensor, words: Tensor,
         sampling_top_log_prob: Tensor, advantages: Tensor, bias: Tensor | None = None, *,
-        lora: Lora | None = None, **tensors: Any,
+        sampling_log_prob: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None, lora: Lora | None = None,
     ) -> CenteredOutput:  # fmt: skip
         name = type(self).__name__
         check_tensor(name, "words", words)
         check_listed(name, "sampling_top_log_prob", sampling_top_log_prob, target, "target")
         check_shape(name, "words", words, sampling_top_log_prob, "sampling_top_log_prob")
-        mask = target != self.ignore_index
-        left_out = ~mask.unsqueeze(-1) | (sampling_top_log_prob == -torch.inf)
-        words = words.masked_fill(left_out, self.ignore_index)
-        targets = torch.cat([target.unsqueeze(-1), words], -1)
-        log_prob, _ = self.log_prob(x, weight, targets, bias, lora)
-        sampled, listed = log_prob.split([1, words.shape[-1]], -1)
-        return self._of(
-            sampled.squeeze(-1), listed, sampling_top_log_prob, advantages, mask, **tensors
-        )
+        check_per_sequence(name, "advantages", advantages, target, "target")
+        check_items(name, num_items_in_batch)
+        mask, top = target != self.ignore_index, sampling_top_log_prob.detach()
+        advantages = widened(column(advantages).detach()).expand_as(target)
+        sampled = None if sampling_log_prob is None else sampling_log_prob.detach()
+        items = item_count(num_items_in_batch, mask, widened(x[:0]).dtype)
+        if not isinstance(items, Tensor):
+            items = advantages.new_full((), items)
+        loss, log_prob = linear_score_centering(
+            x, weight, target, words, top, advantages, bias, sampled, items,
+            **self.options, **self.head_options, **self._lora(lora),
+        )  # fmt: skip
+        _, listed = targets_of(target, words, top, self.ignore_index)
+        of_sampled, of_listed = log_prob.split([1, words.shape[-1]], -1)
+        # Not `_replace`, which Dynamo of torch 2.11 does not trace.
+        _, *of_tokens = self._of(
+            of_sampled.squeeze(-1), of_listed, top.masked_fill(~listed, -torch.inf), advantages,
+            mask, sampling_log_prob=sampled,
+        )  # fmt: skip
+        return CenteredOutput(loss, *of_tokens)

@@ -201,13 +201,17 @@ def per_token(losses: Tensor, divisors: Divisors) -> Tensor:
 
 
 def per_item(losses: Tensor, divisors: Divisors) -> Tensor:
-    items = divisors.num_items_in_batch
+    return losses.sum() / item_count(divisors.num_items_in_batch, divisors.mask, losses.dtype)
+
+
+def item_count(items: Tensor | float | None, mask: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """Return num_items_in_batch, or the number of kept tokens in its place; at least 1."""
     if items is None:
-        return per_token(losses, divisors)
+        return mask.sum().clamp(min=1)
     if isinstance(items, Tensor):
-        items = items.detach().to(losses.device, losses.dtype, non_blocking=True)
-        return losses.sum() / items.clamp(min=1).reshape(())
-    return losses.sum() / max(items, 1)
+        items = items.detach().to(mask.device, dtype, non_blocking=True)
+        return items.clamp(min=1).reshape(())
+    return max(items, 1)
 
 
 def per_length(losses: Tensor, divisors: Divisors) -> Tensor:

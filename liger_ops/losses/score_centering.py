@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..ops.losses.score_centering import WEIGHTS, SampledTokens, losses_of
 from ..ops.tensors import widened
 from .checks import (
     check_choice,
@@ -20,10 +20,6 @@ from .checks import (
 from .grpo import metric
 from .policy_terms import Divisors, column, per_item
 from .sequences import check_batch, kept
-
-# The least probability of the words that are not listed, of either policy. It is a difference of 1
-# and the listed probabilities in float32.
-LEAST_TAIL = 1e-6
 
 
 class CenteredOutput(NamedTuple):
@@ -128,29 +124,20 @@ def score_centering_loss(
             f"{name}: sampling_log_prob must be a tensor if importance_sampling is not 'none', got"
             " None"
         )
-
-    def weigh(log_ratio: Tensor) -> Tensor:
-        return WEIGHTS[importance_sampling](log_ratio.exp(), importance_min, importance_max)
-
     mask = mask != 0
-    values = kept(widened(log_prob), mask)
-    log_q = sampling_top_log_prob.detach().to(values.dtype)
-    listed = mask.unsqueeze(-1) & (log_q != -torch.inf)
-    log_q, log_p = kept(log_q, listed), kept(top_log_prob.to(values.dtype), listed)
-    q, p = kept(log_q.exp(), listed), kept(log_p.detach().exp(), listed)
-    q_tail, p_tail = ((1 - x.sum(-1)).clamp(min=LEAST_TAIL) for x in (q, p))
-    rho = q_tail / p_tail
-    alpha = rho * weigh(p_tail.log() - q_tail.log())
-    coefficients = q * weigh(log_p.detach() - log_q) - alpha.unsqueeze(-1) * p
-    centre = (kept(coefficients, listed) * log_p).sum(-1)
-    weight = torch.ones_like(values)
-    if sampling_log_prob is not None:
-        sampled = kept(sampling_log_prob.detach().to(values.dtype), mask)
-        weight = weigh(values.detach() - sampled)
-    of_tokens = kept(column(advantages).detach().to(values.dtype).expand_as(values), mask)
-    losses = kept(-of_tokens * (weight * values - centre), mask)
+    sampled = widened(log_prob).unsqueeze(-1)
+    listed = mask.unsqueeze(-1) & (sampling_top_log_prob != -torch.inf)
+    counts = torch.cat([mask.unsqueeze(-1), listed], -1)
+    values = kept(torch.cat([sampled, top_log_prob.to(sampled.dtype)], -1), counts)
+    importance = (importance_sampling, importance_min, importance_max)
+    tokens = SampledTokens.of(
+        mask, listed, values.dtype, sampling_top_log_prob, column(advantages).expand_as(log_prob),
+        sampling_log_prob, importance,
+    )  # fmt: skip
+    losses = losses_of(tokens.coefficients(values), values)
     loss = per_item(losses, Divisors(mask, None, num_items_in_batch))
-    masses = [metric(x.sum(-1), mask) for x in (p, q)]
+    p = kept(values[..., 1:].detach().exp(), listed)
+    masses = [metric(x.sum(-1), mask) for x in (p, tokens.q)]
     assert masses[0] is not None and masses[1] is not None
     return CenteredOutput(loss, losses, masses[0], masses[1])
 
@@ -164,15 +151,3 @@ def check_listed(
     if value.dim() != 3 or value.shape[:2] != tokens.shape:
         text = f"{function}: {name} must be of shape (B, T, K) for {name_of_tokens}'s (B, T), got "
         raise ValueError(f"{text}{tuple(value.shape)} for {tuple(tokens.shape)}")
-
-
-def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
-    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-
-
-# importance_sampling -> the weight of a ratio p / q, and its bounds.
-WEIGHTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
-    "none": lambda ratio, low, high: torch.ones_like(ratio),
-    "truncate": lambda ratio, low, high: ratio.clamp(low, high),
-    "mask": _mask,
-}

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from ..ops.heads.linear_divergence import linear_divergence
 from ..ops.heads.linear_log_prob import linear_log_prob
+from ..ops.heads.linear_score_centering import linear_score_centering
 from ..ops.heads.linear_top_k import linear_top_k
 from ..ops.heads.linear_top_k_divergence import linear_top_k_divergence
 from .derived import documented, no_rows, no_target
 from .losses import LossModule
 
-__all__ = ["LinearDivergence", "LinearLogProb", "LinearTopK", "LinearTopKDivergence"]
+__all__ = [
+    "LinearDivergence", "LinearLogProb", "LinearScoreCentering", "LinearTopK",
+    "LinearTopKDivergence",
+]  # fmt: skip
 
 
 @documented(linear_log_prob)
@@ -53,6 +57,53 @@ class LinearLogProb(LossModule):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         lora: dict[str, Any] = {"lora_a": lora_a, "lora_b": lora_b, "lora_scale": lora_scale}
         return linear_log_prob(x, weight, target, bias, *self.options, **lora)
+
+
+@documented(linear_score_centering)
+@dataclass(eq=False, repr=False)
+class LinearScoreCentering(LossModule):
+    """REINFORCE with a score of mean zero under the policy that sampled, of a linear head.
+
+    The logits are computed in chunks and not kept. `liger_ops.losses.LinearScoreCenteringLoss`
+    takes the arguments of trainers, and returns metrics.
+
+    Example:
+        >>> head = torch.nn.Linear(8, 4, bias=False)
+        >>> target, words = torch.tensor([3]), torch.tensor([[0, 1]])
+        >>> q, advantages = torch.tensor([[0.5, 0.25]]), torch.ones(1)
+        >>> centering = liger_ops.nn.LinearScoreCentering()
+        >>> centering(torch.zeros(1, 8), head.weight, target, words, q.log(), advantages)[0]
+        tensor(1.0397, grad_fn=<...>)
+    """
+
+    importance_sampling: str = "none"
+    importance_min: float = 0.0
+    importance_max: float = 2.0
+    reduction: str = "mean"
+    _: KW_ONLY
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    ignore_index: int = -100
+    accum_dtype: torch.dtype | None = None
+    chunk_bytes: int | None = None
+
+    def _check(self) -> None:
+        x, target = no_rows(dtype=self.accum_dtype), no_target()
+        listed = (target.new_empty(0, 1), x.new_empty(0, 1))
+        self(x, x.new_empty(1, 1), target, *listed, x[:, 0], sampling_log_prob=x[:, 0])
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, words: Tensor,
+        sampling_top_log_prob: Tensor, advantages: Tensor, bias: Tensor | None = None,
+        sampling_log_prob: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+        lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        lora: dict[str, Any] = {"lora_a": lora_a, "lora_b": lora_b, "lora_scale": lora_scale}
+        return linear_score_centering(
+            x, weight, target, words, sampling_top_log_prob, advantages, bias, sampling_log_prob,
+            num_items_in_batch, *self.options, **lora,
+        )  # fmt: skip
 
 
 @documented(linear_top_k)

@@ -41,6 +41,7 @@ HEAD = (7, 16, 50)
 TINY = {
     **dict.fromkeys(("lora_linear", "tiled_mlp", "linear_cross_entropy", "linear_log_prob"), HEAD),
     **dict.fromkeys(("linear_divergence", "linear_top_k", "linear_top_k_divergence"), HEAD),
+    "linear_score_centering": HEAD,
     **dict.fromkeys(("mhc_coeffs", "mhc_pre", "mhc_post_res"), (6, 4, 32)),
     **dict.fromkeys(("rope", "rms_norm_rope"), (2, 5, 4, 2, 8)),
     **dict.fromkeys(("modulated_rms_norm", "modulated_layer_norm"), (2, 3, 32)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import liger_ops
 from liger_ops.losses import LinearScoreCenteringLoss, score_centering_loss
-from liger_ops.losses.score_centering import LEAST_TAIL
+from liger_ops.ops.losses.score_centering import LEAST_TAIL
 
 B, T, V, D = 3, 4, 13, 6
 DTYPE = torch.float64
@@ -162,3 +163,85 @@ def test_the_module_is_the_loss_of_whole_logits(kind: str) -> None:
         torch.testing.assert_close(a, b)
     grads = [torch.autograd.grad(output.loss, (x, weight)) for output in (ours, theirs)]
     torch.testing.assert_close(*grads)
+
+
+class Head:
+    """A head, and a batch whose logits are its."""
+
+    def __init__(self, K: int = 4) -> None:
+        self.batch = batch = Batch(K)
+        self.x = torch.randn(B, T, D, dtype=DTYPE, requires_grad=True)
+        self.weight = torch.randn(V, D, dtype=DTYPE, requires_grad=True)
+        batch.logits = self.x @ self.weight.T
+        self.target = batch.target.masked_fill(~batch.mask, -100)
+
+    def of_module(self, module: Any = None, **tensors: Any) -> Any:
+        batch = self.batch
+        given = {
+            "target": self.target, "words": batch.words, "advantages": batch.advantages,
+            "sampling_top_log_prob": batch.sampling_log_prob, **tensors,
+        }  # fmt: skip
+        module = LinearScoreCenteringLoss() if module is None else module
+        return module(self.x, self.weight, **given)
+
+    def agree(self, ours: Any, theirs: Any) -> None:
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        for name in ("loss", "per_token_loss"):
+            values = (getattr(output, name).sin().sum() for output in (ours, theirs))
+            leaves = (self.x, self.weight)
+            grads = [torch.autograd.grad(v, leaves, retain_graph=True) for v in values]
+            torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("items", (None, 7, 0.5, torch.tensor(3), torch.tensor([40.0])))
+@pytest.mark.parametrize("shape", ((B,), (B, 1), (B, T)))
+def test_the_modules_divisor_and_advantages(items: Any, shape: tuple[int, ...]) -> None:
+    head = Head()
+    head.batch.advantages = torch.randn(shape, dtype=DTYPE)
+    ours = head.of_module(num_items_in_batch=items)
+    head.agree(ours, head.batch.loss(num_items_in_batch=items))
+
+
+def test_the_module_without_kept_tokens_and_without_listed_words() -> None:
+    head = Head(0)
+    head.agree(head.of_module(), head.batch.loss())
+    head = Head()
+    head.batch.mask[:], head.target[:] = False, -100
+    head.batch.advantages = torch.ones(B, dtype=torch.int64)
+    ours = head.of_module()
+    assert ours.loss == 0 and not ours.per_token_loss.any()
+    head.agree(ours, head.batch.loss())
+
+
+def test_a_word_that_is_listed_again_is_left_out() -> None:
+    head = Head()
+    words = torch.cat([head.batch.words, head.batch.words[..., :2]], -1)
+    top = torch.cat([head.batch.sampling_log_prob, head.batch.sampling_log_prob[..., 1:3]], -1)
+    head.agree(head.of_module(words=words, sampling_top_log_prob=top), head.batch.loss())
+
+
+def test_the_module_takes_a_lora_and_is_compiled_whole() -> None:
+    head = Head()
+    a, b = torch.randn(2, D, dtype=DTYPE), torch.randn(V, 2, dtype=DTYPE)
+    ours = head.of_module(lora=(a, b, 0.7))
+    head.batch.logits = head.x @ (head.weight + 0.7 * b @ a).T
+    head.agree(ours, head.batch.loss())
+    torch._dynamo.reset()
+    compiled = torch.compile(LinearScoreCenteringLoss(), fullgraph=True, backend="aot_eager")
+    head.agree(head.of_module(compiled), head.of_module())
+
+
+def test_the_module_names_wrong_arguments() -> None:
+    head = Head()
+    name = "LinearScoreCenteringLoss: "
+    for tensors, message in (
+        ({"advantages": torch.ones(B + 1)}, f"{name}advantages must be of shape (B,), (B, 1) or"),
+        ({"words": head.batch.words[:1]}, f"{name}words must be of sampling_top_log_prob's shape"),
+        ({"num_items_in_batch": torch.ones(2)}, f"{name}num_items_in_batch must be a number or"),
+        ({"sampling_log_prob": torch.ones(1)}, "linear_score_centering: sampling_log_prob must ha"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            head.of_module(**tensors)
+    with pytest.raises(TypeError, match="sampling_log_prob must be a tensor if importance_sampl"):
+        head.of_module(LinearScoreCenteringLoss(importance_sampling="mask"))

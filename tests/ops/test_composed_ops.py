@@ -73,7 +73,8 @@ def test_one_node_whose_part_is_compiled_once(op: OpUnderTest) -> None:
 def test_derivatives_in_every_mode(op: OpUnderTest) -> None:
     """Reverse and forward mode, second derivatives, and a batch of gradients."""
     leaves, others = parts(op.public_arguments(op.sample(rows=2)), has_gradient)
-    call, tensors = call_of(op, others, list(leaves)), tuple(leaves.values())
+    whole, tensors = call_of(op, others, list(leaves)), tuple(leaves.values())
+    call = lambda *given: op.exact(whole(*given))
     torch.autograd.gradcheck(call, tensors, fast_mode=True, check_forward_ad=True)
     torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
     total = lambda *given: sum(y.square().sum() for y in call(*given))

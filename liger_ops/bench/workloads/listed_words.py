@@ -1,9 +1,11 @@
-"""linear_top_k_divergence: the head of a student and the words that its teacher lists; and
-linear_top_k, which lists a head's own."""
+"""linear_top_k_divergence: the head of a student and the words that its teacher lists;
+linear_score_centering: a policy's head and the words that its sampler lists; and linear_top_k,
+which lists a head's own."""
 
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +50,28 @@ def _mean(x: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Tensor:
     return liger_ops.linear_top_k_divergence(x, weight, ids, _log_prob(ids), **options).mean()
 
 
+def _advantages(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return advantages from -2 to 2, which depend on the sampled word."""
+    return (words[:, 0] % 5 - 2).to(dtype)
+
+
+def model_centred_score(x: Tensor, weight: Tensor, words: Tensor) -> Tensor:
+    """Compute the mean policy loss with a centred score. The words of a token are the sampled one
+    and the K that the sampler lists."""
+    log_p = wide(x @ weight.T).log_softmax(-1).gather(-1, words)
+    sampled, listed = log_p[:, 0], log_p[:, 1:]
+    p, q = listed.detach().exp(), _log_prob(words[:, 1:], log_p.dtype).exp()
+    rho = (1 - q.sum(-1, keepdim=True)) / (1 - p.sum(-1, keepdim=True))
+    centre = ((q - rho * p) * listed).sum(-1)
+    return (-_advantages(words, log_p.dtype) * (sampled - centre)).mean()
+
+
+def _centred(x: Tensor, weight: Tensor, words: Tensor, **options: Any) -> Tensor:
+    sampled, listed = words[:, 0], words[:, 1:]
+    sampling = (_log_prob(listed), _advantages(words))
+    return liger_ops.linear_score_centering(x, weight, sampled, listed, *sampling, **options)[0]
+
+
 def _trl(package: Any) -> Function:
     root = package.__name__.split(".")[0]
     module = importlib.import_module(
@@ -62,9 +86,9 @@ def _trl(package: Any) -> Function:
     return divergence
 
 
-def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+def _inputs(draw: Draw, shape: Shape, count: int = K) -> list[Tensor]:
     x, weight, first = x_weight_and_target(draw, shape)
-    return [x, weight, (first.unsqueeze(-1) + torch.arange(K, device=x.device)) % shape[2]]
+    return [x, weight, (first.unsqueeze(-1) + torch.arange(count, device=x.device)) % shape[2]]
 
 
 def _with_top_words(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -78,6 +102,13 @@ def _with_top_words(draw: Draw, shape: Shape) -> list[Tensor]:
 
 
 ENTRIES = (
+    Entry(
+        op="linear_score_centering",
+        ours=_centred,
+        low_memory=lambda x, *others: _centred(x, *others, accum_dtype=x.dtype),
+        eager=model_centred_score,
+        **{**OF_HEADS, "inputs": partial(_inputs, count=K + 1)},
+    ),
     Entry(
         op="linear_top_k",
         ours=_top_k,

@@ -24,6 +24,7 @@ from .rules import base_of, line_of, tensors_of
 SUMS = {
     "cross_entropy_forward": ("loss", "z_loss", "total_weight"),
     "linear_cross_entropy_forward": ("loss", "z_loss", "total_weight"),
+    "linear_score_centering_forward": ("loss", "total_weight"),
     "linear_divergence_forward": ("loss", "divergence", "cross_entropy"),
 }
 

@@ -113,6 +113,9 @@ def _numbers(call: Any, rows: DTensor, ranks: int) -> int:
     listed = getattr(call, "teacher_ids", None)
     if listed is not None:
         return listed.shape[-1] + 2 * ranks
+    listed = getattr(call, "sampling_top_log_prob", None)
+    if listed is not None:
+        return 4 + listed.shape[-1]
     words = getattr(call, "words", None)
     if hasattr(call, "k") or words is not None:
         # A word is an int64, of two float32.

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from ...ops.heads.head import HEAD
 from ...record import Op
-from . import cross_entropy, divergence, linear_divergence, log_prob, most_probable, top_k
+from . import (
+    cross_entropy,
+    divergence,
+    linear_divergence,
+    log_prob,
+    most_probable,
+    score_centering,
+    top_k,
+)
 from .shard import VocabShard
 
 Compute = Callable[[Op, Any, VocabShard], tuple[Any, ...]]
@@ -49,6 +57,7 @@ SHARDED_LOSSES = {
     "linear_cross_entropy": _head_loss(cross_entropy),
     "log_prob": _logits_loss(log_prob, "logits"),
     "linear_log_prob": _head_loss(log_prob),
+    "linear_score_centering": _head_loss(score_centering),
     "linear_top_k": _head_loss(most_probable),
     "linear_top_k_divergence": _head_loss(top_k),
     "divergence": _logits_loss(divergence, "student_logits", "teacher_logits"),

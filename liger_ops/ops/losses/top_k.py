@@ -24,11 +24,16 @@ def distinct(ids: Tensor, target: Tensor | None, ignore_index: int) -> Tensor:
     if target is not None:
         ids = ids.masked_fill((target == ignore_index).unsqueeze(-1), -1)
     ids = ids.long().clamp(min=-1)
+    return ids.masked_fill(repeated(ids), -1)
+
+
+def repeated(words: Tensor) -> Tensor:
+    """Return for each word whether it occurs earlier in its row."""
     # The sort is stable, so that only the later ones of equal words count as repeated.
-    ordered, columns = ids.sort(dim=-1, stable=True)
+    ordered, columns = words.sort(dim=-1, stable=True)
     first = torch.zeros_like(ordered[..., :1], dtype=torch.bool)
-    repeated = torch.cat((first, ordered[..., 1:] == ordered[..., :-1]), -1)
-    return ids.masked_fill(torch.zeros_like(repeated).scatter(-1, columns, repeated), -1)
+    again = torch.cat((first, ordered[..., 1:] == ordered[..., :-1]), -1)
+    return torch.zeros_like(again).scatter(-1, columns, again)
 
 
 def divergence_of_classes(

@@ -18,7 +18,7 @@ SAVED = {
     name + suffix
     for name in (
         "linear_cross_entropy", "cross_entropy", "linear_divergence", "linear_log_prob", "log_prob",
-        "linear_top_k",
+        "linear_top_k", "linear_score_centering",
     )
     for suffix in ("", "_forward")
 }  # fmt: skip

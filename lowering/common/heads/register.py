@@ -11,6 +11,7 @@ from . import (
     linear_cross_entropy,
     linear_divergence,
     linear_log_prob,
+    linear_score_centering,
     linear_top_k,
     linear_top_k_divergence,
 )
@@ -21,8 +22,8 @@ def register(name: str, device: Device) -> None:
     """Register the ops on the device of this name."""
     scales[name] = device.scale
     for host in (
-        linear_cross_entropy, linear_divergence, linear_log_prob, linear_top_k,
-        linear_top_k_divergence,
+        linear_cross_entropy, linear_divergence, linear_log_prob, linear_score_centering,
+        linear_top_k, linear_top_k_divergence,
     ):  # fmt: skip
         rows = device.divergence if host is linear_divergence else device.cross_entropy
         op = host.__name__.rpartition(".")[2]

@@ -37,8 +37,13 @@ def word_logits(loss: Any, logits: Tensor, words: Tensor) -> Tensor:
 def word_log_probs(loss: Any, logits: Tensor, words: Tensor, tokens: TokenTensors) -> Tensor:
     """Return the log-probabilities of the words, (M, K), from lse of the tokens; 0 for a negative
     word."""
+    return log_probs_of(word_logits(loss, logits, words), words, tokens)
+
+
+def log_probs_of(listed: Tensor, words: Tensor, tokens: TokenTensors) -> Tensor:
+    """Return the log-probabilities of the words from their logits, as `word_logits` returns them,
+    and lse of the tokens; 0 for a negative word."""
     assert tokens.lse is not None and tokens.lse_error is not None
-    listed = word_logits(loss, logits, words)
     log_p = (listed - tokens.lse.unsqueeze(-1)) - tokens.lse_error.unsqueeze(-1)
     return torch.where(words < 0, 0.0, log_p)
 
@@ -109,14 +114,34 @@ def place(logits: Tensor, columns: Tensor, values: Tensor) -> None:
     """Write values over the logits in these columns, both (M, K), leaving out columns that the
     logits lack. The columns of a row differ from each other, so that no element is written twice
     with different values."""
-    inside = (columns >= 0) & (columns < logits.shape[1])
-    # An entry cannot be left out of a scatter, and a mask would make its size depend on the data.
-    # Instead it writes what the row's first entry inside writes or, without one, what column 0
-    # holds already.
-    first = inside.int().argmax(-1, keepdim=True)
-    exists = inside.gather(1, first)
-    column = torch.where(exists, columns.gather(1, first), 0)
-    value = torch.where(exists, values.gather(1, first).to(logits.dtype), logits[:, :1])
-    logits.scatter_(
-        1, torch.where(inside, columns, column), torch.where(inside, values.to(logits.dtype), value)
-    )
+    Places.of_columns(columns, logits.shape[1]).write(logits, values)
+
+
+class Places(NamedTuple):
+    """The places of values in the rows of logits, which several calls may share.
+
+    An entry that is not inside cannot be left out of a scatter, and a mask would make its size
+    depend on the data. Instead it writes what the row's first entry inside writes or, without one,
+    what column 0 holds already.
+    """
+
+    columns: Tensor
+    inside: Tensor
+    first: Tensor
+    exists: Tensor
+
+    @staticmethod
+    def of_columns(columns: Tensor, V: int) -> Places:
+        inside = (columns >= 0) & (columns < V)
+        first = inside.int().argmax(-1, keepdim=True)
+        exists = inside.gather(1, first)
+        column = torch.where(exists, columns.gather(1, first), 0)
+        return Places(torch.where(inside, columns, column), inside, first, exists)
+
+    def chunk(self, tokens: slice) -> Places:
+        return Places(*(x[tokens] for x in self))
+
+    def write(self, logits: Tensor, values: Tensor) -> None:
+        values = values.to(logits.dtype)
+        value = torch.where(self.exists, values.gather(1, self.first), logits[:, :1])
+        logits.scatter_(1, self.columns, torch.where(self.inside, values, value))

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import liger_ops
 import ranks
@@ -94,6 +95,41 @@ def compiled() -> None:
         check_gradients(expected, got, inputs, parts, dims, **FLOAT64)
 
 
+def centred_scores() -> None:
+    """`LinearScoreCenteringLoss` of DTensors, with the words or the rows sharded."""
+    V, mesh = 13, ranks.mesh(dist.get_world_size())
+    inputs, target = tokens(V, torch.float64)
+    words = torch.randint(0, V, (4, 3, 4))
+    words[1, 0, 0] = target[1, 0]
+    sampled = torch.randn(4, 3, 5, dtype=torch.float64).log_softmax(-1)
+    given = {
+        **inputs, "target": target, "words": words, "sampling_top_log_prob": sampled[..., :4],
+        "advantages": torch.randn(4, 3, dtype=torch.float64), "sampling_log_prob": sampled[..., 4],
+    }  # fmt: skip
+    module = liger_ops.losses.LinearScoreCenteringLoss(
+        importance_sampling="truncate", chunk_bytes=600
+    )
+    expected = module(**given)
+    for by_words in (True, False):
+        sharded = ("weight", "bias") if by_words else given.keys() - {"weight", "bias"}
+        placed = {
+            name: distribute_tensor(
+                tensor.detach(), mesh, [Shard(0) if name in sharded else Replicate()]
+            ).requires_grad_(tensor.requires_grad)
+            for name, tensor in given.items()
+        }
+        found = module(**placed)
+        for value, truth in zip(found, expected, strict=True):
+            torch.testing.assert_close(value.full_tensor(), truth, **FLOAT64)
+        for name in ("loss", "per_token_loss"):
+            sums = [getattr(output, name).sin().sum() for output in (found, expected)]
+            leaves = [placed[name] for name in inputs], [*inputs.values()]
+            pairs = zip(sums, leaves, strict=True)
+            grads = [torch.autograd.grad(*pair, retain_graph=True) for pair in pairs]
+            for value, truth in zip(*grads, strict=True):
+                torch.testing.assert_close(value.full_tensor(), truth, **FLOAT64)
+
+
 def refused() -> None:
     given, target = group_of(8), torch.zeros(4, 3, 2, dtype=torch.int64)
     x, weight = torch.zeros(4, 3, D), part(torch.zeros(8, D))
@@ -122,4 +158,4 @@ CHECKS = (
     words_without_probability, equal_logits, targets_of_which_some_are_ignored, bytes_that_move,
 )  # fmt: skip
 
-test_sharded_words = ranks.tests({2: (*CHECKS, refused, compiled), 4: CHECKS}, 300)
+test_sharded_words = ranks.tests({2: (*CHECKS, refused, compiled, centred_scores), 4: CHECKS}, 300)

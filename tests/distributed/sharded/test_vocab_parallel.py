@@ -188,6 +188,8 @@ NUMBERS = {
     "log_prob_forward-words": 3 + LISTED, "linear_log_prob_forward-words": 3 + LISTED,
     "divergence_forward-forward-kl": 5, "linear_divergence_forward-mean": 9,
     "linear_divergence_forward-none": 8, "linear_top_k_divergence_forward": LISTED + 4,
+    "linear_score_centering_forward-mean": 4 + LISTED,
+    "linear_score_centering_forward-none": 4 + LISTED,
     "linear_top_k_forward": 2 + 3 * LISTED,
 }  # fmt: skip
 

@@ -91,6 +91,16 @@ def top_k(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tens
     ).exp().sum()  # fmt: skip
 
 
+def centred(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
+    log_q, words = teacher[:, :7].log_softmax(-1).topk(3)
+    kept = target > 0
+    loss, log_prob = torch.ops.liger.linear_score_centering(
+        x[kept], weight, target[kept], words[kept], log_q[kept], teacher[kept, 7], bias,
+        chunk_bytes=60,
+    )  # fmt: skip
+    return loss + log_prob.exp().sum()
+
+
 @pytest.mark.parametrize(
     ("model", "names", "mask"),
     (
@@ -99,6 +109,7 @@ def top_k(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, teacher: Tens
         (logits, ("log_prob",), (True, True, True)),
         (divergence, ("linear_divergence",), (True, True, True)),
         (words, ("linear_top_k", "linear_log_prob"), (True, True, True)),
+        (centred, ("linear_score_centering",), (True, True, True)),
         (top_k, ("linear_top_k_divergence", "divergence"), (True, True, True)),
     ),
 )  # fmt: skip

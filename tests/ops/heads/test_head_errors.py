@@ -20,9 +20,13 @@ IDS = torch.zeros(2, 1, dtype=torch.int64)
 HEAD = {"x": X, "weight": WEIGHT, "target": TARGET}
 STUDENT = {"student_x": X, "student_weight": WEIGHT, "target": TARGET}
 TEACHER = {"teacher_x": X, "teacher_weight": WEIGHT}
+SAMPLED = {
+    **HEAD, "words": IDS, "sampling_top_log_prob": torch.zeros(2, 1), "advantages": X[:, 0],
+}  # fmt: skip
 GIVEN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("linear_cross_entropy", "linear_cross_entropy_forward"), HEAD),
     **dict.fromkeys(("linear_log_prob", "linear_log_prob_forward"), HEAD),
+    **dict.fromkeys(("linear_score_centering", "linear_score_centering_forward"), SAMPLED),
     "linear_divergence": {**STUDENT, "teacher_logits": torch.zeros(2, 6)},
     "linear_divergence_forward": {**STUDENT, **TEACHER},
     "linear_top_k_divergence": {
@@ -72,6 +76,28 @@ REFUSED: dict[str, Rows] = {
         ({"weight": WEIGHT.double()}, "weight must have x's dtype, torch.float32"),
     ),
     "linear_log_prob_forward": LORA_OF_FORWARD,
+    "linear_score_centering": (
+        *LORA,
+        ({"words": IDS[:1]}, "words must have the shape of x but for its last dimension,"),
+        ({"words": IDS.float()}, "words must be int64 or int32, got torch.float32"),
+        ({"sampling_top_log_prob": X}, "sampling_top_log_prob must have the shape of words, (2"),
+        ({"sampling_top_log_prob": IDS}, "sampling_top_log_prob must be a floating point tensor"),
+        ({"advantages": X}, "advantages must have the shape of target, (2,), got (2, 3)"),
+        ({"sampling_log_prob": X}, "sampling_log_prob must have the shape of target, (2,), got (2"),
+        ({"importance_sampling": "clip"}, "importance_sampling must be one of 'none', 'trunc"),
+        ({"importance_min": -1.0}, "importance_min must be a number of at least 0, got -1.0"),
+        ({"importance_max": -0.5}, "importance_max must be at least importance_min, 0.0, got -0.5"),
+        ({"importance_max": NAN}, "importance_max must be at least importance_min, 0.0, got nan"),
+        ({"reduction": "batchmean"}, "reduction must be one of 'none', 'mean', 'sum', got 'batch"),
+        ({"reduction": "sum", "num_items_in_batch": torch.tensor(3)}, "num_items_in_batch must be"),
+        ({"accum_dtype": torch.float16}, "accum_dtype must be torch.float32 or None"),
+        ({"weight": WEIGHT[:0]}, "weight must have at least one class, got (0, 3)"),
+    ),
+    "linear_score_centering_forward": (
+        *LORA_OF_FORWARD,
+        ({"gradient_mask": [False, False, True, False, False]}, "gradient_mask[2] must be False"),
+        ({"gradient_mask": [True] + 4 * [False], "reduction": "none"}, "gradient_mask must be all"),
+    ),
     "linear_divergence": (
         ({"teacher_logits": None}, "the teacher must be given by teacher_logits or by teacher_x"),
         ({"teacher_x": X}, "not both, got teacher_x beside teacher_logits"),

@@ -20,7 +20,7 @@ from liger_ops.losses import (
 )
 from liger_ops.losses.pair_losses import PAIR_LOSSES
 from liger_ops.losses.policy_terms import POLICY_TERMS
-from liger_ops.losses.score_centering import WEIGHTS
+from liger_ops.ops.losses.score_centering import WEIGHTS
 
 Inputs = dict[str, Tensor]
 

@@ -13,6 +13,7 @@ import layer_cases
 import linear_cross_entropy_cases
 import linear_divergence_cases
 import linear_log_prob_cases
+import linear_score_centering_cases
 import linear_top_k_cases
 import linear_top_k_divergence_cases
 import log_prob_cases
@@ -37,6 +38,7 @@ OPS: dict[str, OpUnderTest] = {
         *cross_entropy_cases.OPS, *linear_cross_entropy_cases.OPS, *log_prob_cases.OPS,
         *divergence_cases.OPS, *distribution_cases.OPS, *router_cases.OPS,
         *linear_log_prob_cases.OPS, *linear_divergence_cases.OPS,
+        *linear_score_centering_cases.OPS,
         *linear_top_k_cases.OPS, *linear_top_k_divergence_cases.OPS,
         *mhc_cases.OPS, *varlen_cases.OPS,
     )

@@ -202,6 +202,9 @@ class OpUnderTest:
     rows_permute: Callable[[Any], bool] = lambda case: True
     # Arguments that determine the shape of the others, if not the first alone.
     shaping: tuple[str, ...] | None = None
+    # Whether the first result is computed from the others with factors that are constants of the
+    # gradient, which is then not the derivative of its values.
+    constant_factors: bool = False
     # How many times fewer cases are drawn, of an op whose interpreted kernels are slow.
     cost: int = 1
     # Whether it multiplies matrices, whose summation order depends on strides.
@@ -369,6 +372,10 @@ class OpUnderTest:
         """Return the differentiable outputs."""
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return outputs[: len(self.gradients_from)]
+
+    def exact(self, outputs: Any) -> tuple[Tensor, ...]:
+        """Return the differentiable outputs whose gradient is the derivative of their values."""
+        return self.results(outputs)[int(self.constant_factors) :]
 
     def wants(self, case: Case, i: int) -> bool:
         """Return whether the case asks backward for the gradient of gradients_of[i]."""
