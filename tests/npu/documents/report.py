@@ -1,6 +1,6 @@
 """Write docs/reports/npu.md, the measurements of every npu kernel.
 
-    python tests/npu/report.py TRAFFIC.json
+    python tests/npu/documents/report.py TRAFFIC.json
 
 runs in the environment of triton-ascend; TRAFFIC.json is the output of tests/support/traffic.py.
 """
