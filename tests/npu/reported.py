@@ -15,12 +15,14 @@ _COPIED = re.compile(r"memref\.copy (%[\w#]+), (%[\w#]+) :")
 _LOADED = re.compile(r"(%[\w#]+) = bufferization\.to_tensor (%[\w#]+)")
 _CHOSEN = re.compile(r"(%[\w#]+) = arith\.select %[\w#]+, (%[\w#]+), (%[\w#]+) : tensor")
 _STORED = re.compile(r"materialize_in_destination (%[\w#]+) in writable (%[\w#]+)")
+_NUMBER = re.compile(r"(%[\w#]+) = memref\.load ")
+_WRAPPED = re.compile(r"(%[\w#]+) = tensor\.insert (%[\w#]+) into ")
 _ATOMIC = re.compile(r"linalg\.generic .*GenericAtomicRMW = \"(\w+)\"")
 
 
 def reported(mlir: str) -> list[str]:
     """List what lowered code has of this, each as its name, a colon and the line."""
-    return [*_leading_axes(mlir), *_whole_stores(mlir), *_atomics(mlir)]
+    return [*_leading_axes(mlir), *_whole_stores(mlir), *_masked_numbers(mlir), *_atomics(mlir)]
 
 
 def _leading_axes(mlir: str) -> Iterator[str]:
@@ -46,6 +48,19 @@ def _whole_stores(mlir: str) -> Iterator[str]:
         match = _STORED.search(line)
         if match and match[2] in map(loaded.get, chosen.get(match[1], ())):
             yield f"whole store: {line.strip()}"
+
+
+def _masked_numbers(mlir: str) -> Iterator[str]:
+    """Yield the choices between a number and its `other`: a masked load of a single number loads it
+    in any case, from an address that may be outside of the tensor."""
+    numbers, wrapped = set(), set()
+    for line in mlir.splitlines():
+        if match := _NUMBER.search(line):
+            numbers.add(match[1])
+        elif match := _WRAPPED.search(line):
+            wrapped |= {match[1]} if match[2] in numbers else set()
+        elif (match := _CHOSEN.search(line)) and wrapped & {match[2], match[3]}:
+            yield f"masked number: {line.strip()}"
 
 
 def _atomics(mlir: str) -> Iterator[str]:

@@ -132,6 +132,20 @@ def _in_place(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _with_a_masked_number(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    before = tl.load(x_ptr + N - 1, mask=N > 0, other=-1)
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols) + before)
+
+
+@triton.jit
+def _with_a_number(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    before = tl.where(N > 0, tl.load(x_ptr + tl.maximum(N - 1, 0)), -1)
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols) + before)
+
+
+@triton.jit
 def _with_an_atomic(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
     cols = tl.arange(0, BLOCK_N)
     tl.atomic_add(y_ptr + cols, tl.load(x_ptr + cols), mask=cols < N)
@@ -198,6 +212,8 @@ def test_a_load_without_a_second_buffer_is_seen(needs, version):
         (_over_other_axes, []),
         (_with_a_mask_of_data, ["whole store"]),
         (_in_place, []),
+        (_with_a_masked_number, ["masked number"]),
+        (_with_a_number, []),
         (_with_an_atomic, ["atomic"]),
     ],
 )
