@@ -52,7 +52,7 @@ test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a devi
 
 check-npu: $(READY) ## test-npu; its document must say the same of these kernels as the one that is there
 	recorded=$$(mktemp) && cp docs/reports/npu.md $$recorded && $(MAKE) test-npu && \
-		$(PY) tests/npu/compare.py $$recorded docs/reports/npu.md
+		$(PY) tests/npu/documents/compare.py $$recorded docs/reports/npu.md
 
 # The theme warns of the next major version of mkdocs, which pyproject.toml does not take.
 docs: $(READY) ## the documentation's site, in site/; a warning or a link that leads nowhere fails

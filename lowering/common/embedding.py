@@ -27,6 +27,16 @@ def counts(word, V, padding):
 
 
 @triton.jit
+def _word_before(words_ptr, start):
+    """Return the word at start - 1, or -1, which is no word that counts, if start is 0.
+
+    The address is one of the tensor in any case: an NPU loads a single number whatever its mask.
+    """
+    word = tl.load(words_ptr + tl.maximum(start - 1, 0))
+    return tl.where(start > 0, word, -1)
+
+
+@triton.jit
 def sum_chunk(
     words_ptr, order_ptr, dy_ptr, dweight_ptr, partial_ptr,
     n, N, V, padding, chunk, col,
@@ -38,30 +48,34 @@ def sum_chunk(
     mask = cols < tl.minimum(N - col, BLOCK_N).to(tl.int32)
     start = chunk * CHUNK
     stop = tl.minimum(start + CHUNK, n)
-    # -1 stands for no word: no word that counts is negative.
-    before = tl.load(words_ptr + start - 1, mask=start > 0, other=-1)
-    total = tl.zeros((1, BLOCK_N), tl.float32)
+    before = _word_before(words_ptr, start)
+    zeros = tl.zeros((1, BLOCK_N), tl.float32)
+    total, last = zeros, before
     for i in tl.range(start, stop):
         word = tl.load(words_ptr + i)
-        following = tl.load(words_ptr + i + 1, mask=i + 1 < n, other=-1)
+        following = tl.where(i + 1 < n, tl.load(words_ptr + tl.minimum(i + 1, n - 1)), -1)
         counted = counts(word, V, padding)
         if counted:
             row = tl.load(order_ptr + i)
-            values = tl.load(dy_ptr + row * N + col + cols, mask=mask, other=0.0)
-            total += values.to(tl.float32)
-        if (i + 1 == stop) | (following != word):
-            if counted:
-                begun = before == word
-                if begun | (following == word):
-                    # Row 0 of the chunk for a run that began before it, though it may go on too;
-                    # row 1 for one that begins here.
-                    place = chunk * 2 + 1 - begun.to(tl.int64)
-                    tl.store(partial_ptr + place * N + col + cols, total, mask=mask)
-                else:
-                    place = word.to(tl.int64) * N + col
-                    value = total.to(dweight_ptr.dtype.element_ty)
-                    tl.store(dweight_ptr + place + cols, value, mask=mask)
-            total = tl.zeros((1, BLOCK_N), tl.float32)
+            values = tl.load(dy_ptr + row * N + col + cols, mask=mask, other=0.0).to(tl.float32)
+            # A branch in which each side adds: the compiler of CANN 9.1.0 for the Ascend 950
+            # crashes at a choice between two tiles by one condition.
+            if (i == start) | (last != word):
+                total = zeros + values
+            else:
+                total += values
+        if counted & ((i + 1 == stop) | (following != word)):
+            begun = before == word
+            if begun | (following == word):
+                # Row 0 of the chunk for a run that began before it, though it may go on too; row 1
+                # for one that begins here.
+                place = chunk * 2 + 1 - begun.to(tl.int64)
+                tl.store(partial_ptr + place * N + col + cols, total, mask=mask)
+            else:
+                place = word.to(tl.int64) * N + col
+                value = total.to(dweight_ptr.dtype.element_ty)
+                tl.store(dweight_ptr + place + cols, value, mask=mask)
+        last = word
 
 
 @triton.jit
@@ -78,7 +92,7 @@ def sum_parts(
     start = chunk * CHUNK
     stop = start + CHUNK
     word = tl.load(words_ptr + stop - 1)
-    before = tl.load(words_ptr + start - 1, mask=start > 0, other=-1)
+    before = _word_before(words_ptr, start)
     end = tl.load(ends_ptr + chunk)
     if (end > stop) & (before != word) & counts(word, V, padding):
         # Row 1 of the chunk in which the run begins, and row 0 of each later one.

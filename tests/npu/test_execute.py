@@ -14,8 +14,10 @@ from launch_cases import LaunchCase, executed
 from liger_ops import library
 from liger_ops.lowering.npu.attention import multi_token_attention
 from liger_ops.lowering.npu.tiling import Plan
+from lower import lower
 from op_checks import assert_backward_matches_truth, assert_forward_matches_truth, widened
 from op_table import OPS
+from reported import reported
 from toolchain import missing_cpu_tools
 
 CASES = {
@@ -39,6 +41,7 @@ def test_executed(label, needs):
     with executing() as launched:
         check(*CASES[label])
     assert launched
+    assert not [line for launch in launched for line in reported(lower(launch).mlir)]
 
 
 @pytest.mark.parametrize("sparse", (False, True))

@@ -13,6 +13,7 @@ import triton.language as tl
 from launches import BACKEND, Launch, calls, specialised
 from lower import Lowered, lower
 from plan import ARGUMENTS, Planned, plan
+from reported import reported
 from toolchain import COMPILERS, missing_compiler
 
 
@@ -54,6 +55,7 @@ def test_launch(label, needs):
     launch = LAUNCHES[label]
     lowered = lower(launch)
     assert not lowered.error, f"{label} does not lower: {lowered.error}"
+    assert not (lines := reported(lowered.mlir)), f"{label}: " + "; ".join(lines)
     missing = [reason for reason in map(missing_compiler, COMPILERS) if reason]
     problems = [
         f"{version}: {problem}"
@@ -96,6 +98,57 @@ def _cumulative(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0)
         tl.store(y_ptr + cols, tl.cumsum(x, 0), mask=cols < N)
+
+
+@triton.jit
+def _over_the_first_of_three_axes(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    rows, cols = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
+    x = tl.load(x_ptr + (rows * 4 + cols) * BLOCK_N + tl.arange(0, BLOCK_N)[None, None, :])
+    at = tl.arange(0, 4)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(y_ptr + at, tl.sum(x, axis=0) + tl.max(x, axis=0))
+
+
+@triton.jit
+def _over_other_axes(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    rows, cols = tl.arange(0, 4)[:, None], tl.arange(0, 4 * BLOCK_N)[None, :]
+    x = tl.load(x_ptr + rows * (4 * BLOCK_N) + cols)
+    sums = tl.sum(tl.reshape(x, (4, 4, BLOCK_N)), axis=1)
+    at = tl.arange(0, 4)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(y_ptr + at, sums + tl.reshape(tl.sum(x, axis=0), (4, BLOCK_N)))
+
+
+@triton.jit
+def _with_a_mask_of_data(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + cols)
+    tl.store(y_ptr + cols, x, mask=x > 0)
+
+
+@triton.jit
+def _in_place(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    x = tl.load(y_ptr + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + cols, tl.where(x > 0, x * 2, x - 1), mask=cols < N)
+
+
+@triton.jit
+def _with_a_masked_number(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    before = tl.load(x_ptr + N - 1, mask=N > 0, other=-1)
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols) + before)
+
+
+@triton.jit
+def _with_a_number(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    before = tl.where(N > 0, tl.load(x_ptr + tl.maximum(N - 1, 0)), -1)
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols) + before)
+
+
+@triton.jit
+def _with_an_atomic(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    tl.atomic_add(y_ptr + cols, tl.load(x_ptr + cols), mask=cols < N)
 
 
 @triton.jit
@@ -150,6 +203,24 @@ def test_a_load_without_a_second_buffer_is_seen(needs, version):
     assert arguments != ARGUMENTS
     problems = planned(needs, version, _doubled, 2048, arguments).problems()
     assert [text.split(":")[0] for text in problems] == ["single-buffered"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "names"),
+    [
+        (_over_the_first_of_three_axes, ["leading axis"] * 2),
+        (_over_other_axes, []),
+        (_with_a_mask_of_data, ["whole store"]),
+        (_in_place, []),
+        (_with_a_masked_number, ["masked number"]),
+        (_with_a_number, []),
+        (_with_an_atomic, ["atomic"]),
+    ],
+)
+def test_what_users_report_is_seen(kernel, names):
+    result = lowered(kernel, 64)
+    assert not result.error
+    assert [text.split(":")[0] for text in reported(result.mlir)] == names
 
 
 def test_a_kernel_that_does_not_lower_is_seen():

@@ -5,7 +5,7 @@ registers of one thread on a GPU, and a lane of the vectors on an NPU. HC is hc,
 two above it; the rest of a matrix is 0.
 
 A tensor with `count` numbers a token is stored token by token or, with TOKENS_LAST, in blocks of
-(count, T).
+(count, T), which have zeros after the last token.
 """
 
 import triton
@@ -23,6 +23,37 @@ def _offsets(index, lanes, count, T: tl.constexpr, TOKENS_LAST: tl.constexpr):
 
 
 @triton.jit
+def _matrix_offsets(
+    first, left, count,
+    HC: tl.constexpr, H: tl.constexpr, T: tl.constexpr, TOKENS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets of matrices that are a token's numbers from `first` on, and which of them
+    exist: (H, H, T), or (H, H * T) with TOKENS_LAST."""
+    if TOKENS_LAST:
+        # A row of all tokens is contiguous, and an NPU's tile has two axes.
+        rows, numbers = tl.arange(0, H)[:, None], tl.arange(0, H * T)[None, :]
+        offsets = first * T + rows * (HC * T) + numbers
+        mask = (rows < HC) & (numbers < HC * T)
+    else:
+        rows, columns = tl.arange(0, H)[:, None, None], tl.arange(0, H)[None, :, None]
+        lane = tl.arange(0, T)[None, None, :]
+        offsets = lane * count + first + rows * HC + columns
+        mask = (rows < HC) & (columns < HC) & (lane < left)
+    return offsets, mask
+
+
+@triton.jit
+def _column_sums(matrix):
+    """Sum over rows: (H, H, T) -> (1, H, T). The tile that is summed has two axes, because users
+    report wrong sums over the first of three axes on an Ascend 910B."""
+    rows: tl.constexpr = matrix.shape[0]
+    columns: tl.constexpr = matrix.shape[1]
+    tokens: tl.constexpr = matrix.shape[2]
+    sums = tl.sum(tl.reshape(matrix, (rows, columns * tokens)), axis=0)
+    return tl.reshape(sums, (1, columns, tokens))
+
+
+@triton.jit
 def _within(indices, count):
     """Return 1.0 where an index is below count, else 0.0."""
     return tl.minimum(tl.maximum(count - indices, 0), 1).to(tl.float32)
@@ -32,7 +63,7 @@ def _within(indices, count):
 def _balanced(matrix, row_eps, column_eps):
     """Compute one iteration: divide rows by their sums, then columns by theirs."""
     matrix = matrix / (tl.sum(matrix, axis=1)[:, None, :] + row_eps)
-    return matrix / (tl.sum(matrix, axis=0)[None, :, :] + column_eps)
+    return matrix / (_column_sums(matrix) + column_eps)
 
 
 @triton.jit
@@ -40,9 +71,9 @@ def _balanced_backward(grad, before, row_eps, column_eps):
     """Compute the gradient of `before`, the matrix before an iteration, from that of its result."""
     row_sums = tl.sum(before, axis=1)[:, None, :] + row_eps
     between = before / row_sums
-    column_sums = tl.sum(between, axis=0)[None, :, :] + column_eps
+    column_sums = _column_sums(between) + column_eps
     after = between / column_sums
-    grad = (grad - tl.sum(grad * after, axis=0)[None, :, :]) / column_sums
+    grad = (grad - _column_sums(grad * after)) / column_sums
     return (grad - tl.sum(grad * between, axis=1)[:, None, :]) / row_sums
 
 
@@ -71,7 +102,7 @@ def sinkhorn(logits, rows, columns, tmax, eps, HC: tl.constexpr):
     has divided the rows."""
     p = _row_softmax(logits, rows, columns, HC)
     matrix, row_eps, column_eps = _sinkhorn_start(p, rows, columns, eps, HC)
-    matrix = matrix / (tl.sum(matrix, axis=0)[None, :, :] + column_eps)
+    matrix = matrix / (_column_sums(matrix) + column_eps)
     for _ in range(tmax - 1):
         matrix = _balanced(matrix, row_eps, column_eps)
     return matrix
@@ -88,7 +119,7 @@ def sinkhorn_backward(grad, logits, rows, columns, tmax, segment, eps, HC: tl.co
     """
     p = _row_softmax(logits, rows, columns, HC)
     start, row_eps, column_eps = _sinkhorn_start(p, rows, columns, eps, HC)
-    column_sums = tl.sum(start, axis=0)[None, :, :] + column_eps
+    column_sums = _column_sums(start) + column_eps
     first = start / column_sums
     segments = tl.cdiv(tmax - 1, segment)
     for turn in range(segments):
@@ -102,13 +133,20 @@ def sinkhorn_backward(grad, logits, rows, columns, tmax, segment, eps, HC: tl.co
             for _ in range(length - 1 - back):
                 matrix = _balanced(matrix, row_eps, column_eps)
             grad = _balanced_backward(grad, matrix, row_eps, column_eps)
-    grad = (grad - tl.sum(grad * first, axis=0)[None, :, :]) / column_sums
+    grad = (grad - _column_sums(grad * first)) / column_sums
     return p * (grad - tl.sum(grad * p, axis=1)[:, None, :])
 
 
 @triton.jit
 def _loaded(ptr, offsets, mask):
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _matrix(ptr, HC: tl.constexpr, H: tl.constexpr):
+    """Load a matrix, the same for each token, as (H, H)."""
+    rows, columns = tl.arange(0, H)[:, None], tl.arange(0, H)[None, :]
+    return _loaded(ptr, rows * HC + columns, (rows < HC) & (columns < HC))
 
 
 @triton.jit
@@ -143,16 +181,13 @@ def block_coefficients(
     tl.store(h_post_ptr + vector, tl.sigmoid(logits) * post_mult, mask=mask)
 
     rows, columns = tl.arange(0, H)[:, None, None], tl.arange(0, H)[None, :, None]
-    lane, rstd = lane[None, :, :], rstd[None, :, :]
-    inside = (rows < HC) & (columns < HC)
-    mask = inside & (lane < left)
-    cells = rows * HC + columns
-    at = _offsets(cells + 2 * HC, lane, COUNT, T, TOKENS_LAST)
-    b = _loaded(b_ptr + 2 * HC, cells, inside)
-    logits = _loaded(product_ptr, at, mask) * rstd * _number(alpha_res_ptr) + b
+    at, mask = _matrix_offsets(2 * HC, left, COUNT, HC, H, T, TOKENS_LAST)
+    product = tl.reshape(_loaded(product_ptr, at, mask), (H, H, T))
+    b = _matrix(b_ptr + 2 * HC, HC, H)[:, :, None]
+    logits = product * rstd[None, :, :] * _number(alpha_res_ptr) + b
     matrix = sinkhorn(logits, rows, columns, tmax, sinkhorn_eps, HC)
-    at = _offsets(cells, lane, HC * HC, T, TOKENS_LAST)
-    tl.store(h_res_ptr + at, matrix, mask=mask)
+    at, mask = _matrix_offsets(0, left, HC * HC, HC, H, T, TOKENS_LAST)
+    tl.store(h_res_ptr + at, tl.reshape(matrix, at.shape), mask=mask)
 
 
 @triton.jit
@@ -206,26 +241,23 @@ def block_gradients(
     )  # fmt: skip
 
     rows, columns = tl.arange(0, H)[:, None, None], tl.arange(0, H)[None, :, None]
-    lane = lanes[None, None, :]
-    inside = (rows < HC) & (columns < HC)
-    mask = inside & (lane < left)
-    cells = rows * HC + columns
-    at = _offsets(cells + 2 * HC, lane, COUNT, T, TOKENS_LAST)
-    mix = _loaded(product_ptr, at, mask) * rstd[None, :, :]
+    at, mask = _matrix_offsets(2 * HC, left, COUNT, HC, H, T, TOKENS_LAST)
+    mix = tl.reshape(_loaded(product_ptr, at, mask), (H, H, T)) * rstd[None, :, :]
     alpha = _number(alpha_res_ptr)
     dlogits = tl.zeros((H, H, T), tl.float32)
     if dh_res_ptr is not None:
-        grad = _loaded(dh_res_ptr, _offsets(cells, lane, HC * HC, T, TOKENS_LAST), mask)
-        logits = mix * alpha + _loaded(b_ptr + 2 * HC, cells, inside)
+        of_res, _ = _matrix_offsets(0, left, HC * HC, HC, H, T, TOKENS_LAST)
+        grad = tl.reshape(_loaded(dh_res_ptr, of_res, mask), (H, H, T))
+        logits = mix * alpha + _matrix(b_ptr + 2 * HC, HC, H)[:, :, None]
         dlogits = sinkhorn_backward(grad, logits, rows, columns, tmax, segment, sinkhorn_eps, HC)
     dmix = dlogits * alpha
-    tl.store(dproduct_ptr + at, dmix * rstd[None, :, :], mask=mask)
+    tl.store(dproduct_ptr + at, tl.reshape(dmix * rstd[None, :, :], at.shape), mask=mask)
     if partial_ptr is not None:
         rows, columns = tl.arange(0, H)[:, None], tl.arange(0, H)[None, :]
         mask = (rows < HC) & (columns < HC)
         partial_ptr += 2 * HC + rows * HC + columns
         tl.store(partial_ptr, tl.sum(dlogits, axis=2), mask=mask)
         tl.store(partial_ptr + COUNT, tl.sum(dlogits * mix, axis=2), mask=mask)
-    projection += tl.sum(tl.sum(dmix * mix, axis=0), axis=0)[None, :]
+    projection += tl.sum(tl.reshape(_column_sums(dmix * mix), (H, T)), axis=0)[None, :]
     of_norm = projection * rstd * rstd / K
     tl.store(of_norm_ptr + lanes[None, :], of_norm, mask=lanes[None, :] < left)

@@ -47,7 +47,7 @@ def _whole_probabilities(x, steps, SPARSE: tl.constexpr):
         return exp / tl.sum(exp, axis=1)[:, None]
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "L"])
 def _causal_kernel(
     x_ptr, p_ptr, M, L, steps,
     SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -60,7 +60,7 @@ def _causal_kernel(
         tl.store(p_ptr + start + cols, p.to(p_ptr.dtype.element_ty), mask=cols < L)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "L"])
 def _causal_backward_kernel(
     dp_ptr, x_ptr, dx_ptr, M, L, steps,
     SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from launch_forms import BF16, FP32, ROWS, Fields, Forms, masks, shapes
+from launch_forms import BF16, FP32, LARGE, ROWS, Fields, Forms, masks, shapes
 from norm_cases import PARAMETER
 from op_under_test import (
     DEVICE,
@@ -69,7 +69,7 @@ EMBEDDING = OpUnderTest(
     # A word occurs twice on average, or always; rows are narrow and wide. Traffic is not counted,
     # because the rows are those of the indices, and are moved in sorted order.
     forms=Forms(
-        shapes=shapes(*((ROWS, N) for N in (1, 100, 1023, 4096, 131072)), words=2000),
+        shapes=shapes(*((ROWS, N) for N in (1, 100, 1023, 4096, 131072, *LARGE)), words=2000),
         options=({"padding_idx": 3}, {"index_dtype": torch.int32}, {"words": 1}),
         optional_at=(1, 3),
         executed=(
@@ -138,7 +138,7 @@ ATTN_RES = OpUnderTest(
     },
     # Traffic is not counted, because the rows are in the second dimension.
     forms=Forms(
-        shapes=shapes(*((8, ROWS, N) for N in (1, 100, 1023, 4096, 8192, 131072))),
+        shapes=shapes(*((8, ROWS, N) for N in (1, 100, 1023, 4096, 8192, 131072, *LARGE))),
         options=({"weight_dtype": None},),
         backward_options=masks(3),
         optional_at=(2, 3, 5),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from launch_forms import BF16, FP32, ROWS, Fields, Forms, shapes
+from launch_forms import BF16, FP32, LARGE, ROWS, Fields, Forms, shapes
 from liger_ops import library
 from op_under_test import (
     SAME,
@@ -137,7 +137,7 @@ def streams(pick: Pick, fields: Fields) -> Fields:
 
 
 # The shapes of DeepSeek-V4 and of its small version, odd ones, and more streams than models have.
-LAUNCHED = ((4, 4096), (3, 100), (8, 512))
+LAUNCHED = ((4, 4096), (3, 100), (8, 512), *((4, C) for C in LARGE))
 MANY = (*LAUNCHED, (64, 100))
 
 

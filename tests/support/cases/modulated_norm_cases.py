@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import norm_cases
-from launch_forms import BF16, FP32, Fields, Forms, shapes
+from launch_forms import BF16, FP32, LARGE, Fields, Forms, shapes
 from norm_cases import AFFINE, MODE_FORMS, MODES, PLAIN, RMS_OPTIONS, SHIFTED, WEIGHTED, WEIGHTLESS
 from op_under_test import SAME, OpUnderTest, Tensors, drawn_for, drawn_rows, max_abs
 
@@ -64,7 +64,7 @@ def forms(plain: Fields, options: tuple[Fields, ...], gradients: int, form: str)
     alone = ((0,), (1,)) if form == "token" else ((0,), (1,), (2,))
     subsets = (*alone, tuple(range(1, gradients)))
     return Forms(
-        shapes=shapes(*((3, 1024, N) for N in (100, 1152, 3072, 5120, 131072))),
+        shapes=shapes(*((3, 1024, N) for N in (100, 1152, 3072, 5120, 131072, *LARGE))),
         options=({**plain, "casting_mode": "float32", "scale_dtype": FP32}, plain, *options),
         backward_options=tuple(
             {**plain, "output_mask": tuple(i in subset for i in range(5))} for subset in subsets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from launch_forms import COUNTED_ROWS, FP32, KEPT, Fields, rows, shapes
+from launch_forms import COUNTED_WITH_LARGE, FP32, KEPT, Fields, rows, shapes
 from liger_ops import library
 from norm_cases import wide
 from op_under_test import (
@@ -79,7 +79,7 @@ def softmax(name: str, autocast_as: str) -> OpUnderTest:
         },
         # Rows that fit nowhere are read with every step of sparsemax's iteration: not counted.
         forms=rows(
-            counted={i: COUNTED_ROWS[i] for i in COUNTED_ROWS if i < 7 or not sparse},
+            counted={i: more for i, more in COUNTED_WITH_LARGE.items() if i < 7 or not sparse},
             executed=(KEPT,),
         ),
         compiled=shapes((4, 100), (4, 4096), (4, 32768), (4, 65536)),

@@ -16,6 +16,8 @@ DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 # Columns: narrow, odd, as in models, and huge. A tile has several rows, or one, or a part of a row.
 WIDTHS = (1, 100, 512, 1023, 4096, 8192, 14336, 131072)
 ROWS = 4096
+# The hidden sizes of the largest models.
+LARGE = (16384, 32768)
 # Columns of a row that stays in the buffer in its own dtype, and does not fill its last piece.
 PADDED = 5000
 MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, True, True))
@@ -49,6 +51,12 @@ COUNTED_ROWS = {
 }
 
 
+# Those of `rows`, which has the widths of LARGE behind the others and PADDED.
+COUNTED_WITH_LARGE = COUNTED_ROWS | {
+    len(WIDTHS) + 1 + i: {"shape": (1, N)} for i, N in enumerate(LARGE)
+}
+
+
 def tiled(*leading: int) -> tuple[Fields, ...]:
     """Return small forms: one and several rows per tile, rows that fit, rows that are read twice,
     and one with the host code's own tile."""
@@ -64,12 +72,12 @@ KEPT = {"shape": (3, 9000)}
 
 
 def rows(
-    *options: Fields, backward: Sequence[Fields] = (), counted: dict[int, Fields] = COUNTED_ROWS,
-    executed: tuple[Fields, ...] = (),
+    *options: Fields, backward: Sequence[Fields] = (),
+    counted: dict[int, Fields] = COUNTED_WITH_LARGE, executed: tuple[Fields, ...] = (),
 ) -> Forms:  # fmt: skip
     """Return the forms of an op of rows, such as a norm."""
     return Forms(
-        shapes=shapes(*((ROWS, N) for N in (*WIDTHS, PADDED))),
+        shapes=shapes(*((ROWS, N) for N in (*WIDTHS, PADDED, *LARGE))),
         options=options,
         backward_options=backward,
         # The widths 1023, 4096, 8192 and 14336.

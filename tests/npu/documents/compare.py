@@ -1,6 +1,6 @@
 """Compare the rows about this project's kernels in two copies of docs/reports/npu.md.
 
-    python tests/npu/compare.py RECORDED FOUND
+    python tests/npu/documents/compare.py RECORDED FOUND
 
 exits with 1 and names each row that differs. Figures of another project's kernels are not compared:
 one of them took 96% of the buffer on one machine, and 100% on another.

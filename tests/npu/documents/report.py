@@ -1,6 +1,6 @@
 """Write docs/reports/npu.md, the measurements of every npu kernel.
 
-    python tests/npu/report.py TRAFFIC.json
+    python tests/npu/documents/report.py TRAFFIC.json
 
 runs in the environment of triton-ascend; TRAFFIC.json is the output of tests/support/traffic.py.
 """
@@ -36,6 +36,8 @@ kernels are captured from the host code and checked: narrow, odd, model-sized an
 dtypes, and every option that changes the code.
 
 1. Lowering: triton-ascend {TRITON_ASCEND} lowers every launch, as the host code specialises it.
+   The lowered code has nothing of what `tests/npu/reported.py` lists, such as a reduction over the
+   first of three axes: users report wrong numbers from it on a device.
 2. Memory plan: Ascend's own compiler, bishengir-compile of {{cann}},
    places every launch in the {UB_BYTES} bytes of Unified Buffer (UB) of a vector core of an
    {ARCH}. A launch uses at most 90% of it; no optimisation is disabled to make it fit; no
