@@ -50,7 +50,9 @@ def _varlen_delta_kernel(
     if dsinks_ptr is not None:
         lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        share = tl.where(token < T, tl.exp2((sink - lse) * LOG2E), 0.0)
+        # Where no key is seen and the sink has no weight, both are minus infinity.
+        has_weight = (token < T) & (lse != -float("inf"))
+        share = tl.where(has_weight, tl.exp2((sink - lse) * LOG2E), 0.0)
         tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
 
 
