@@ -73,7 +73,7 @@ def assert_right(found: list[Tensor], call: Any, dy: Tensor) -> None:
     call = call._replace(**{name: x.float() for name, x in given.items() if x is not None})
     expected = [run("definition", call)[0], *gradients("definition", call, dy.float())]
     for a, b in zip(found, (x for x in expected if x is not None), strict=True):
-        # The products' operands are rounded to 8 bits, and terms of the largest numbers' size cancel.
+        # Operands of products are rounded to 8 bits, and terms as large as the largest cancel.
         bound = 0.02 * max(1.0, float(b.abs().max()))
         torch.testing.assert_close(a.float(), b, rtol=0.03, atol=bound)
 
