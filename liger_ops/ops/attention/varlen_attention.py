@@ -118,12 +118,12 @@ def varlen_attention(
         scale: a number above 0; None for 1 / sqrt(D).
         softcap: a number above 0, or None.
         engine: "auto", "cudnn", "flash" or "triton", for a GPU; other devices ignore it.
-        bounds: (2,), int64, on the CPU: the number of documents before the first of the empty ones
-            behind the last, and the length of the longest, at least; not checked. None for N and
-            max_seqlen. The long form, (3 + M + N,), which saves a wait on an NPU, is computed once
-            for all layers by `torch.ops.liger_graph.document_bounds(cu_seqlens, lengths,
-            key_mask)`; behind the two are 1 if key_mask hides a key of a document, or else 0,
-            cu_seqlens, and the number of keys of each document.
+        bounds: (P,), int64, on the CPU. Of two numbers: how many documents there are before the
+            first of the empty ones behind the last, and the length of the longest, at least; not
+            checked. None for N and max_seqlen. The long form of 3 + M + N numbers saves a wait on
+            an NPU; `torch.ops.liger_graph.document_bounds(cu_seqlens, lengths, key_mask)` computes
+            it, once for all layers: behind the two are 1 if key_mask hides a key of a document, or
+            else 0, cu_seqlens, and the number of keys of each document.
 
     Returns:
         y: (T, H, E), contiguous, of query's dtype.
