@@ -87,8 +87,9 @@ def varlen_attention(
     On an NPU it is npu_fusion_attention of torch_npu, also with lengths, windows and sinks. It
     takes the documents on the host: a call waits for the device, and so does its backward, unless
     bounds has its long form. With a window, documents that have other numbers of tokens behind
-    their keys are calls of their own. It was never run on an NPU. The definition runs in its place
-    for float32, for a key_mask that hides a key of a document, and for a softcap.
+    their keys are calls of their own. It was never run on an NPU. The definition, a document at a
+    time, runs in its place for float32, for a key_mask that hides a key of a document, and for a
+    softcap.
 
     Under autocast query, key and value are cast as
     `torch.nn.functional.scaled_dot_product_attention` casts them.

@@ -28,7 +28,8 @@ an argument for sinks since CANN 8.5; how its gradient returns theirs is not doc
 
 The definition runs in place of the operator for a key_mask that hides a key of a document; for a
 softcap; for float32, whose precision is not documented; for more than 256 heads; and within
-`liger_ops.invariant`.
+`liger_ops.invariant`. Outside of it the definition is given a document at a time, so that it holds
+the scores of one.
 """
 
 from __future__ import annotations
@@ -71,19 +72,16 @@ class OperatorCall(NamedTuple):
     options: dict[str, Any]
 
 
-def operator_calls(call: Any) -> list[OperatorCall] | None:
+def operator_calls(call: Any, on_host: HostDocuments) -> list[OperatorCall] | None:
     """Return the calls that compute `call`, or None if the operator does not take it."""
     T, H, _ = call.query.shape
     if (
-        is_invariant()
-        or call.query.dtype not in DTYPES
+        call.query.dtype not in DTYPES
         or call.softcap is not None
         or not 0 < H <= MOST_HEADS
         or T > MOST_TOKENS
+        or on_host.hides_keys
     ):
-        return None
-    on_host = documents_of(call)
-    if on_host.hides_keys:
         return None
     return [
         _operator_call(call, difference, documents[i : i + MOST_DOCUMENTS])
@@ -182,16 +180,48 @@ def _by_definition(name: str, call: Any) -> Any:
     return library.OPS[name].definition(*call)
 
 
+def _documents(call: Any, on_host: HostDocuments) -> Iterator[tuple[slice, Any]]:
+    """Yield the tokens of each document, and the call of it alone."""
+    for i, document in enumerate(on_host.documents):
+        tokens = slice(document.start, document.start + document.size)
+        if document.size > 0:
+            of_tokens = {
+                name: getattr(call, name)[tokens]
+                for name in ("query", "key", "value", "key_mask", "dy", "y")
+                if getattr(call, name, None) is not None
+            }
+            if "lse" in call._fields:
+                of_tokens["lse"] = call.lse[:, tokens]
+            yield (
+                tokens,
+                call._replace(
+                    **of_tokens,
+                    cu_seqlens=call.cu_seqlens[i : i + 2] - document.start,
+                    lengths=None if call.lengths is None else call.lengths[i : i + 1],
+                    sinks=None if call.sinks is None else call.sinks.float(),
+                    bounds=None,
+                ),
+            )
+
+
 # allocates=True, because the definition allocates its results.
 @library.kernel("varlen_attention_forward", "npu", allocates=True)
 def forward(call: Any) -> Any:
-    calls = operator_calls(call)
-    if calls is None:
-        return _by_definition("varlen_attention_forward", call)
-    y, lse = library.allocate("varlen_attention_forward", call)
+    name = "varlen_attention_forward"
+    if is_invariant():
+        return _by_definition(name, call)
+    y, lse = library.allocate(name, call)
     # Tokens of no document see no key.
     y.zero_()
     lse.fill_(-float("inf"))
+    on_host = documents_of(call)
+    calls = operator_calls(call, on_host)
+    if calls is None:
+        if call.sinks is not None:
+            lse.copy_(call.sinks.unsqueeze(-1))
+        for tokens, of_document in _documents(call, on_host):
+            y[tokens], lse[:, tokens] = _by_definition(name, of_document)
+        return y, lse
     for queries, keys, options in calls:
         result, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
             *_operands(call, (call.query, call.key, call.value), (queries, keys, keys)),
@@ -212,19 +242,24 @@ def forward(call: Any) -> Any:
 
 @library.kernel("varlen_attention_backward", "npu", allocates=True)
 def backward(call: Any) -> Any:
-    calls = operator_calls(call)
+    name = "varlen_attention_backward"
+    if is_invariant():
+        return _by_definition(name, call)
+    outputs = library.allocate(name, call)
+    for output in outputs:
+        if output is not None:
+            output.zero_()
+    on_host = documents_of(call)
+    calls = operator_calls(call, on_host)
     if calls is None:
-        return _by_definition("varlen_attention_backward", call)
-    outputs = library.allocate("varlen_attention_backward", call)
+        return _gradients_by_document(name, call, on_host, outputs)
     *gradients, dsinks = outputs
     if dsinks is not None:
         delta = torch.einsum("the,the->ht", call.dy.float(), call.y.float())
         share = _seen(call.lse, (call.sinks.float().unsqueeze(-1) - call.lse).exp())
         dsinks.copy_(-(share * delta).sum(-1))
-    wanted = [gradient for gradient in gradients if gradient is not None]
-    for gradient in wanted:
-        gradient.zero_()
-    for queries, keys, options in calls if wanted else ():
+    wants_any = any(gradient is not None for gradient in gradients)
+    for queries, keys, options in calls if wants_any else ():
         tensors = (call.query, call.key, call.value, call.dy, call.y)
         *operands, y = _operands(call, tensors, (queries, keys, keys, queries, queries))
         lse = call.lse[:, queries].t().unsqueeze(-1).expand(-1, -1, REPEATED).contiguous()
@@ -238,4 +273,22 @@ def backward(call: Any) -> Any:
         ):
             if gradient is not None:
                 gradient[rows] = result[..., : gradient.shape[-1]]
+    return outputs
+
+
+def _gradients_by_document(
+    name: str, call: Any, on_host: HostDocuments, outputs: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Compute the gradients by the definition into `outputs`, which are 0."""
+    *gradients, dsinks = outputs
+    total = 0.0
+    for tokens, of_document in _documents(call, on_host):
+        *results, dsinks_of_document = _by_definition(name, of_document)
+        for gradient, result in zip(gradients, results, strict=True):
+            if gradient is not None:
+                gradient[tokens] = result
+        if dsinks is not None:
+            total = total + dsinks_of_document
+    if dsinks is not None:
+        dsinks.copy_(torch.as_tensor(total))
     return outputs
