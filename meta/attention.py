@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..ops.attention.document_bounds import BEFORE_DOCUMENTS, SHORT
 from ..ops.attention.multi_token_attention import Convolution
 from ..ops.attention.windows import per_dimension
 from ..ops.tensors import equal
@@ -109,6 +110,16 @@ def documents(call: Any) -> None:
             f"{op(call)}: lengths must have {bounds - 1} elements, one for each document of"
             f" cu_seqlens, got {call.lengths.shape[0]}"
         )
+    if call.bounds is not None:
+        size, long = call.bounds.shape[0], BEFORE_DOCUMENTS + 2 * bounds - 1
+        is_short = isinstance(size, int) and size == SHORT
+        is_long = is_short or equal((size,), (long,), f"{op(call)}: bounds")
+        # A size that is a symbol may be either.
+        if not is_long and size != SHORT:
+            raise ValueError(
+                f"{op(call)}: bounds must have {SHORT} elements, or {long} for {bounds} of"
+                f" cu_seqlens, got {size}"
+            )
 
 
 @also("neighborhood_attention")

@@ -160,7 +160,7 @@ tags:
 Fused training kernels for large language models, from {package} {version}, in Triton for NVIDIA and
 AMD GPUs and in Triton-Ascend for Ascend NPUs. On a CPU the layers run the ops' definitions in plain
 PyTorch. Every layer has a backward. With torch 2.13 or later it compiles without a graph break: its
-op is one node of the graph. torch 2.11 to 2.15 and, on a device, Triton are all that is imported.
+op is one node of the graph. torch 2.10 to 2.15 and, on a device, Triton are all that is imported.
 On AMD GPUs and Ascend NPUs no kernel has been run.
 
 ```python

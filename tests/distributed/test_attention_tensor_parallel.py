@@ -79,7 +79,7 @@ def rewritten_masks() -> None:
     """By the backend: the masks are made in the graph, for all heads."""
     with pytest.MonkeyPatch.context() as patch:
         on_the_cpu(patch)
-        patch.setattr(masked_attention, "DEVICES", (ranks.DEVICE,))
+        patch.setattr(masked_attention, "DEVICES", {ranks.DEVICE: True})
         patch.setattr(default_rewrites, "NEEDS_INDUCTOR", frozenset())
         for name, kind in (("llama", "packed"), ("gemma3", "right")):
             torch._dynamo.reset()

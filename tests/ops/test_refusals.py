@@ -260,7 +260,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"lengths": torch.zeros(7).int()}, "lengths must have 8 elements, one for each document"),
         ({"sinks": (3,)}, "sinks must have the shape of"),
         ({"bounds": torch.zeros(2).int()}, "bounds must be int64, got torch.int32"),
-        ({"bounds": torch.zeros(3).long()}, "bounds must have the shape of (2,), (2,), got (3,)"),
+        ({"bounds": torch.zeros(3).long()}, "bounds must have 2 elements, or 20 for 9 of"),
         ({"bounds": torch.zeros(2).long().to("meta")}, "bounds must be on the CPU, got meta"),
     ],
 }  # fmt: skip

@@ -180,12 +180,9 @@ DEFINITIONS = [
 ]
 
 
-# torch_npu's operator takes the ends of documents as numbers, on the host. Where the common code
-# reads numbers, they are on the host already.
-OPERATORS = [
-    ROOT / "lowering/npu/attention/varlen_attention.py",
-    ROOT / "lowering/common/attention/varlen_attention.py",
-]
+# torch_npu's operator takes the documents as numbers, on the host. Where the kernels for a GPU read
+# numbers, they are on the host already.
+OPERATORS = [ROOT / "liger_ops/ops/attention/document_bounds.py"]
 
 
 HOST_CODE = (

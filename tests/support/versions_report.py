@@ -31,7 +31,8 @@ DOCUMENT = ROOT / "docs" / "reports" / "versions.md"
 # Version of torch -> the arguments of `uv pip install` that make its environment. The oldest has
 # the lower bounds of pyproject.toml.
 VERSIONS: dict[str, tuple[str, ...]] = {
-    "2.11": ("--resolution", "lowest-direct"),
+    "2.10": ("--resolution", "lowest-direct"),
+    "2.11": ("torch==2.11.*",),
     "2.13": ("torch==2.13.*",),
     "2.14": ("torch==2.14.*",),
     "2.15": ("torch==2.15.*",),

@@ -219,7 +219,8 @@ def _register(facts: AttentionFacts) -> tuple[Callable[..., Any], Callable[[Tens
     masking_utils.AttentionMaskInterface.register(
         facts.name, mask_function(mask, masking_utils.is_tracing, **options)
     )
-    return documents_function(mask, current_mask), masking_utils.is_tracing
+    has_cap = options["gives_means"]
+    return documents_function(mask, current_mask, has_cap), masking_utils.is_tracing
 
 
 def _source(module: Any) -> tuple[str, str]:

@@ -2,10 +2,11 @@
 
 A mask function makes a mask for the fastest exact engine. The mask is None if attention is causal
 and nothing else: scaled_dot_product_attention is then called with is_causal=True. Causal windows
-and padding are `Documents`, which a compiled model computes without a look at its padding. Where
-flex_attention runs, other masks are block masks. The model's own mask function makes the mask on
-other devices, in float32, for queries that follow a cache, and for mask functions of users, which
-need not accept indices that broadcast. Within `liger_ops.invariant` documents are made on any
+and padding are `Documents`, which a compiled model computes without a look at its padding, but for
+one look a step on an NPU. Where flex_attention runs, other masks are block masks. The model's own
+mask function makes the mask on other devices; on an NPU if it is not of documents, or the attention
+may have a soft cap; in float32, for queries that follow a cache, and for mask functions of users,
+which need not accept indices that broadcast. Within `liger_ops.invariant` documents are made on any
 device, in any dtype and for caches, and block masks are refused.
 
 An attention function calls varlen_attention with documents, flex_attention with a block mask, and
@@ -31,6 +32,7 @@ from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...rewrites.attention.mask.blocks import called
+from ...rewrites.attention.masked_attention import DEVICES
 from ...torch_private import has_triton, native_attention
 from ..versions import read
 from .block_masks import AnnotatedBlockMask, MaskFunction, block_mask, dense
@@ -215,7 +217,7 @@ def mask_function(
         now = original if current is None else current()
         if now is not original:
             return now(*args, **given)
-        if args or not _is_for_engines(given):
+        if args or not _is_for_engines(given, gives_means):
             mask = None
             if is_invariant() and not args:
                 longest = given["q_length"] + given["kv_length"]
@@ -234,19 +236,22 @@ def mask_function(
             # The lowest float16 does not absorb every score: with it added scores still differ, and
             # a query that sees no key does not get the mean.
             return original(*args, **given)
+        if not _takes_blocks(given["device"]):
+            return original(*args, **given)
         return _make_block_mask(given, _padded(given["mask_function"], padding), gives_means)
 
     return mask_of
 
 
 def documents_function(
-    original: Callable[..., Any], current: Callable[[], Any]
+    original: Callable[..., Any], current: Callable[[], Any], has_cap: bool = False
 ) -> Callable[..., Documents | None]:
     """Return a mask function that returns the rows of a batch without padding as documents, if its
-    mask is causal or a causal window and `mask_function` would make it, or else None."""
+    mask is causal or a causal window and `mask_function` would make it, or else None. `has_cap`
+    says whether the attention may have a soft cap."""
 
     def documents(*args: Any, **given: Any) -> Documents | None:
-        is_made = not args and current() is original and _is_for_engines(given)
+        is_made = not args and current() is original and _is_for_engines(given, has_cap)
         if not is_made or given.get("attention_mask") is not None:
             return None
         if read(given["config"], "attention_chunk_size") and given.get("local_size") is not None:
@@ -258,9 +263,9 @@ def documents_function(
     return documents
 
 
-def _is_for_engines(given: dict[str, Any]) -> bool:
+def _is_for_engines(given: dict[str, Any], has_cap: bool) -> bool:
     """Return whether a fast engine takes the mask: for as many queries as keys, both from 0."""
-    if not has_engine(**given):
+    if not has_engine(**given, has_cap=has_cap):
         return False
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if not all(isinstance(offset, int) and offset == 0 for offset in offsets):
@@ -298,16 +303,28 @@ def _documents(given: dict[str, Any], padding: Tensor | None, size: int) -> Docu
     return documents._replace(window_left=size - 1 if size else -1)
 
 
-def has_engine(device: Any = "cpu", dtype: torch.dtype | None = None, **_: Any) -> bool:
-    """Return whether flash and flex attention are the fastest on a device and in a dtype."""
+def has_engine(
+    device: Any = "cpu", dtype: torch.dtype | None = None, has_cap: bool = False, **_: Any
+) -> bool:
+    """Return whether the engines of varlen_attention are the fastest on a device and in a dtype,
+    for attention that may have a soft cap if `has_cap`."""
     if EVERYWHERE or is_invariant():
         return True
     kind = torch.device(device).type
-    if kind != "cuda":
+    if kind not in DEVICES:
         return False
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    return dtype in FLASH_DTYPES and _runs_on_gpus()
+    if dtype not in FLASH_DTYPES:
+        return False
+    if kind == "cuda" and not _runs_on_gpus():
+        return False
+    return DEVICES[kind] or not has_cap
+
+
+def _takes_blocks(device: Any) -> bool:
+    """Return whether flex_attention is fast on a device with an engine of varlen_attention."""
+    return EVERYWHERE or is_invariant() or DEVICES[torch.device(device).type]
 
 
 @torch.compiler.assume_constant_result

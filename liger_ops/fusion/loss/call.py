@@ -140,8 +140,8 @@ def _obstacle(
         return "logits_to_keep were given"
     if isinstance(head, str):
         return head
-    if options.wants_predicted and is_over_words(head):
-        return "the predicted tokens were asked for, and its head is sharded over words"
+    if options.has_parts and is_over_words(head):
+        return "more than the loss was asked for, and its head is sharded over words"
     if facts.makes_loss and not facts.rebinds and torch.compiler.is_compiling():
         return "torch.compile traces the CrossEntropyLoss that its forward makes for tensors alone"
     return None

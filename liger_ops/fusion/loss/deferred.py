@@ -245,7 +245,7 @@ def extend(output: Any, values: dict[str, Tensor]) -> Any:
 def prepare(cls: type) -> None:
     """Create the classes for outputs of `cls` with more values, and for those without logits.
 
-    A dataclass, such as a ModelOutput of transformers, gets a subclass with two more fields; any
+    A dataclass, such as a ModelOutput of transformers, gets a subclass with three more fields; any
     other class takes more values as it is.
     """
     if cls in _EXTENDED:
@@ -255,7 +255,7 @@ def prepare(cls: type) -> None:
         return
     if any(field.name == "logits" for field in dataclasses.fields(cls)):
         _SKIPPING[cls] = _class_without_logits(cls)
-    fields = {"token_accuracy": "Tensor | None", "predicted_tokens": "Tensor | None"}
+    fields = dict.fromkeys(("token_accuracy", "predicted_tokens", "z_loss"), "Tensor | None")
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": f"{cls.__qualname__}WithTokens",

@@ -35,6 +35,11 @@ class ForwardLossOptions:
     def wants_predicted(self) -> bool:
         return "return_token_accuracy" in self.asked or "return_predicted_tokens" in self.asked
 
+    @property
+    def has_parts(self) -> bool:
+        """True if the call returns more than the loss."""
+        return self.wants_predicted or "return_z_loss" in self.asked
+
     def select(self, names: Collection[str]) -> dict[str, Any]:
         return {name: value for name, value in self.asked.items() if name in names}
 
@@ -58,6 +63,7 @@ CHECKS: dict[str, Check] = {
     "use_token_scaling": _FLAG,
     "return_token_accuracy": _FLAG,
     "return_predicted_tokens": _FLAG,
+    "return_z_loss": _FLAG,
     "accum_dtype": (
         (torch.dtype,),
         lambda value: value.is_floating_point,

@@ -17,9 +17,9 @@ from ..tensor_parallel import as_input
 from .deferral import Deferral
 from .options import HEAD_OPTIONS, LOSS_OPTIONS, ForwardLossOptions
 
-# The result of `LossSource.results`: loss, lse, target_logit, and predicted_tokens, which are None
-# unless they are asked for.
-Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+# The result of `LossSource.results`: loss, z_loss, lse, target_logit, and predicted_tokens, which
+# are None unless they are asked for.
+Results = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
 
 class LossSource(Protocol):
@@ -33,7 +33,9 @@ class LossSource(Protocol):
 
     def probability(self, target: Tensor, ignore_index: int) -> Tensor:
         """Return the probability of each token's target."""
-        _, lse, target_logit, _ = self.results(target, reduction="none", ignore_index=ignore_index)
+        _, _, lse, target_logit, _ = self.results(
+            target, reduction="none", ignore_index=ignore_index
+        )
         return torch.exp(target_logit - lse)
 
 
@@ -82,7 +84,7 @@ class HeadLoss(LossSource):
         lora_x = lora_b = None
         if self.lora_x is not None and self.lora_b is not None:
             lora_x, lora_b = narrowed(self.lora_x, self.lora_b, x.dtype)
-        loss, _, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
+        loss, z_loss, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
             x,
             weight,
             target,
@@ -93,7 +95,7 @@ class HeadLoss(LossSource):
             lora_x=lora_x,
             lora_b=lora_b,
         )
-        return loss, lse, target_logit, predicted
+        return loss, z_loss, lse, target_logit, predicted
 
 
 class ShardedHeadLoss(LossSource):
@@ -123,7 +125,7 @@ class ShardedHeadLoss(LossSource):
         return loss.reshape(target.shape) if loss.dim() else loss
 
     def results(self, target: Tensor, **options: Any) -> Results:
-        raise NotImplementedError("a head that is sharded over words predicts no tokens")
+        raise NotImplementedError("a head that is sharded over words returns the loss alone")
 
     def probability(self, target: Tensor, ignore_index: int) -> Tensor:
         return torch.exp(-self.loss(target, reduction="none", ignore_index=ignore_index))
@@ -140,10 +142,10 @@ class LogitsLoss(LossSource):
         return self.results(target, **options)[0]
 
     def results(self, target: Tensor, **options: Any) -> Results:
-        loss, _, lse, target_logit, _, predicted, *_ = cross_entropy_forward(
+        loss, z_loss, lse, target_logit, _, predicted, *_ = cross_entropy_forward(
             self.logits, target, **options
         )
-        return loss, lse, target_logit, predicted
+        return loss, z_loss, lse, target_logit, predicted
 
 
 def loss_of(
@@ -169,14 +171,20 @@ def loss_of(
             arguments["token_weight"] = source.probability(target, ignore_index)
             if reduction == "mean":
                 arguments["num_items_in_batch"] = (target != ignore_index).sum()
-    if options.wants_predicted:
-        loss, _, _, predicted = source.results(target, **arguments, return_predicted=True)
-    else:
-        loss, predicted = source.loss(target, **arguments), None
+    is_per_token = reduction == "none" and "reduction" in asked
+
+    def shaped(value: Tensor) -> Tensor:
+        return value.reshape(source.tokens) if is_per_token else value
+
+    if not options.has_parts:
+        return shaped(source.loss(target, **arguments)), {}
+    arguments["return_predicted"] = options.wants_predicted
+    loss, z_loss, _, _, predicted = source.results(target, **arguments)
     extra = {}
     if predicted is not None and "return_token_accuracy" in asked:
         extra["token_accuracy"] = token_accuracy(predicted, target, ignore_index)
     if predicted is not None and "return_predicted_tokens" in asked:
         extra["predicted_tokens"] = predicted.reshape(source.tokens)
-    is_per_token = reduction == "none" and "reduction" in asked
-    return loss.reshape(source.tokens) if is_per_token else loss, extra
+    if "return_z_loss" in asked:
+        extra["z_loss"] = shaped(z_loss)
+    return shaped(loss), extra

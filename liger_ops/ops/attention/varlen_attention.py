@@ -84,10 +84,15 @@ def varlen_attention(
     `torch.use_deterministic_algorithms(True)`. If a document is longer than max_seqlen, their
     results are NaN.
 
-    On an NPU it is npu_fusion_attention of torch_npu, which takes the documents on the host: a call
-    waits for the device there. It was never run on one. The definition runs in its place for
-    float32, lengths, key_mask, a softcap, and values of another width than keys. Under autocast
-    query, key and value are cast as `torch.nn.functional.scaled_dot_product_attention` casts them.
+    On an NPU it is npu_fusion_attention of torch_npu, also with lengths, windows and sinks. It
+    takes the documents on the host: a call waits for the device, and so does its backward, unless
+    bounds has its long form. With a window, documents that have other numbers of tokens behind
+    their keys are calls of their own. It was never run on an NPU. The definition, a document at a
+    time, runs in its place for float32, for a key_mask that hides a key of a document, and for a
+    softcap.
+
+    Under autocast query, key and value are cast as
+    `torch.nn.functional.scaled_dot_product_attention` casts them.
 
     This op calls `varlen_attention_forward`, which returns lse too.
 
@@ -114,9 +119,12 @@ def varlen_attention(
         scale: a number above 0; None for 1 / sqrt(D).
         softcap: a number above 0, or None.
         engine: "auto", "cudnn", "flash" or "triton", for a GPU; other devices ignore it.
-        bounds: (2,), int64, on the CPU: the number of documents before the first of the empty ones
-            behind the last, and the length of the longest, at least; not checked. None for N and
-            max_seqlen.
+        bounds: (P,), int64, on the CPU. Of two numbers: how many documents there are before the
+            first of the empty ones behind the last, and the length of the longest, at least; not
+            checked. None for N and max_seqlen. The long form of 3 + M + N numbers saves a wait on
+            an NPU; `torch.ops.liger_graph.document_bounds(cu_seqlens, lengths, key_mask)` computes
+            it, once for all layers: behind the two are 1 if key_mask hides a key of a document, or
+            else 0, cu_seqlens, and the number of keys of each document.
 
     Returns:
         y: (T, H, E), contiguous, of query's dtype.
@@ -126,9 +134,9 @@ def varlen_attention(
             value differ, cu_seqlens or lengths is neither int32 nor int64, key_mask is not bool, or
             bounds is not int64.
         ValueError: the shapes do not fit together, H' does not divide H, or D or E is 0 or above
-            256; cu_seqlens is empty; max_seqlen is below 1, or a bound of the window below -1;
-            scale or softcap is not a number above 0; engine is unknown; bounds is not on the
-            CPU; or the devices of the others differ.
+            256; cu_seqlens is empty; bounds has neither of its lengths; max_seqlen is below 1, or a
+            bound of the window below -1; scale or softcap is not a number above 0; engine is
+            unknown; bounds is not on the CPU; or the devices of the others differ.
 
     Source: Dao, "FlashAttention-2", 2023; sinks as in GPT-OSS (OpenAI, 2025).
 
@@ -148,7 +156,7 @@ def varlen_attention(
     tags=(torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe),
     returns="y lse",
     axes="query=T h D, key=T h' D: query, value=T h' E: query, cu_seqlens=M: int, lengths=N: int,"
-    "key_mask=T: bool, sinks=h, bounds=2: host -> y=T h E, lse=h T: float32+query",
+    "key_mask=T: bool, sinks=h, bounds=P: host -> y=T h E, lse=h T: float32+query",
     options={
         "max_seqlen": AT_LEAST_1, "window_left": BOUND, "window_right": BOUND,
         "scale": POSITIVE, "softcap": POSITIVE, "engine": ENGINES,
@@ -233,7 +241,9 @@ def _gradients(call: Any) -> list[Tensor | None]:
         None,
     ]
     if attention.sinks is not None:
-        gradients[3] = -((attention.sinks - lse).exp() * delta).sum(-1)
+        # Where no key is seen and the sink has no weight, the share is exp(inf - inf).
+        share = torch.where(lse == -float("inf"), 0.0, (attention.sinks - lse).exp())
+        gradients[3] = -(share * delta).sum(-1)
     return gradients
 
 

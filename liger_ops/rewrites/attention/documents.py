@@ -11,8 +11,9 @@ row's document, behind one of the padding before it, which has no keys; its quer
 the padding behind it, which see the tokens before them, as with the mask. A mask with holes between
 the two is passed too, and is right at the op's price for it. So one program serves every batch: a
 mask of ones, padding on either side, and any other. Packed documents are found by an op
-(`packed_documents`), which tells the host how many there are. These functions take `call`, as those
-of `mask.blocks` do.
+(`packed_documents`), which tells the host how many there are. An NPU's operator takes all documents
+on the host, where another op has them, in one look for all layers and their backward. These
+functions take `call`, as those of `mask.blocks` do.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .mask.blocks import BATCH, KEYS, Call
 from .mask.evaluate import Scope
 from .mask.packing import conjuncts, packing
 from .mask.proof import departure, window
-from .packed_documents import PACKED_DOCUMENTS
+from .packed_documents import DOCUMENT_BOUNDS, PACKED_DOCUMENTS
 
 
 class Documents(NamedTuple):
@@ -51,8 +52,32 @@ class Documents(NamedTuple):
 def rows(call: Call, batch: Any, length: Any, device: torch.device) -> Documents:
     """Return a batch whose rows are a document each."""
     last = call(operator.add, batch, 1)
-    numbers = call(torch.arange, last, dtype=torch.int32, device=device)
-    return Documents(call(operator.mul, numbers, length))
+
+    def starts(device: torch.device) -> Any:
+        numbers = call(torch.arange, last, dtype=torch.int32, device=device)
+        return call(operator.mul, numbers, length)
+
+    # Without a look.
+    on_host = Documents(starts(torch.device("cpu"))) if device.type == ON_HOST else None
+    return _with_bounds(call, Documents(starts(device)), device, on_host)
+
+
+# The device whose engine takes the documents on the host.
+ON_HOST = "npu"
+
+
+def _with_bounds(
+    call: Call, documents: Documents, device: torch.device, on_host: Documents | None = None
+) -> Documents:
+    """Return documents with `bounds` of the long form, if the device's engine takes it.
+
+    `on_host` are the same documents, in the memory of the host.
+    """
+    if device.type != ON_HOST:
+        return documents
+    read = documents if on_host is None else on_host
+    bounds = call(DOCUMENT_BOUNDS, read.cu_seqlens, read.lengths, read.key_mask)
+    return documents._replace(bounds=bounds)
 
 
 def packed_rows(call: Call, begins: Any) -> Documents:
@@ -60,7 +85,7 @@ def packed_rows(call: Call, begins: Any) -> Documents:
     length), is True, and from their first."""
     found = call(PACKED_DOCUMENTS, begins)
     cu_seqlens, bounds = (call(operator.getitem, found, i) for i in range(2))
-    return Documents(cu_seqlens, bounds=bounds)
+    return _with_bounds(call, Documents(cu_seqlens, bounds=bounds), value(begins).device)
 
 
 def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
@@ -75,11 +100,12 @@ def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
     begins = call(torch.stack, (start, call(operator.add, start, first)), 1)
     total = call(torch.full, (1,), call(operator.mul, batch, length), **numbers)
     lengths = call(torch.stack, (call(torch.zeros_like, end), call(operator.sub, end, first)), 1)
-    return Documents(
+    documents = Documents(
         call(torch.cat, (call(torch.flatten, begins), total)),
         call(torch.flatten, lengths),
         call(torch.flatten, is_key),
     )
+    return _with_bounds(call, documents, numbers["device"])
 
 
 def attend(

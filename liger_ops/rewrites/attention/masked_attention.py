@@ -68,9 +68,10 @@ from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "masked_attention"
 UNFUSED = "eager_attention"
-# Devices on which flex_attention has a fast kernel, forward and backward. Within
-# `liger_ops.invariant` every device, dtype and size is rewritten, to varlen_attention alone.
-DEVICES = ("cuda",)
+# Type of a device on which varlen_attention has an engine -> whether the engine takes soft caps,
+# and flex_attention has a fast kernel there, forward and backward. Within `liger_ops.invariant`
+# every device, dtype and size is rewritten, to varlen_attention alone.
+DEVICES = {"cuda": True, "npu": False}
 LEAST_HEAD_DIM = 16
 # Forward and backward on an H100, 16 heads of 128 and 8 of keys, a quarter padding, ms by
 # flex_attention (compiled with symbolic sizes) and by scaled_dot_product_attention with the mask:
@@ -147,6 +148,10 @@ def _replacement(
     root, state = attention.root, states[scope.graph]
     if reason := unsupported(root, operands):
         raise Refused(reason)
+    device = value(root).device.type
+    takes_blocks = not is_invariant() and DEVICES[device]
+    if attention.softcap is not None and not takes_blocks and not is_invariant():
+        raise Refused(f"it has a soft cap, which the engine on {device} does not take")
     shape = (*value(operands[0]).shape[:-1], value(operands[1]).shape[-2])
     is_causal = attention.is_call and not attention.masks
     condition = True if is_causal else _condition(attention, scope, states, shape)
@@ -162,7 +167,7 @@ def _replacement(
         options = (attention.scale, attention.softcap, attention.sinks)
         by_token = attend(emit, qkv, documents, batch, length, *options)
         call = result = emit(torch.transpose, by_token, 1, 2)
-    elif is_invariant():
+    elif not takes_blocks:
         raise Refused("its mask is not one of padding, causal windows and packed documents")
     else:
         block_mask = _block_mask(attention, condition, scope, mask_nodes, operands, shows_unseen)

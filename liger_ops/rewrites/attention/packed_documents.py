@@ -1,10 +1,12 @@
-"""The op `liger_graph::packed_documents`: where the documents of a packed batch stand.
+"""The ops `liger_graph::packed_documents`, where the documents of a packed batch stand, and
+`liger_graph::document_bounds`, the documents of any batch as numbers of the host.
 
 Kernels have programs for each document, and cuDNN a plan for as many, of the longest one's length.
 So the host needs these two numbers before it launches attention. The op reads them, once for all
 layers and their backward, and returns them as a tensor on the host: as they are data of the graph,
 a batch has its own, whatever memory its other tensors reuse. Neither Inductor nor the partitioner
-computes an op again that they do not know.
+computes an op again that they do not know. An NPU's operator takes all documents on the host: the
+second op returns them, in one look too.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops.attention.document_bounds import BEFORE_DOCUMENTS, document_bounds
+
 # Not in the namespace `liger`, whose ops have kernels.
 NAME = "liger_graph::packed_documents"
+BOUNDS_NAME = "liger_graph::document_bounds"
 
 
 # The recording of a CUDA graph may not wait for the device.
@@ -49,3 +54,18 @@ def _allocate(begins: Tensor) -> tuple[Tensor, Tensor]:
 
 
 PACKED_DOCUMENTS = torch.ops.liger_graph.packed_documents.default
+
+
+@torch.library.custom_op(BOUNDS_NAME, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _bounds(cu_seqlens: Tensor, lengths: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Call `document_bounds`."""
+    return document_bounds(cu_seqlens, lengths, key_mask)
+
+
+@_bounds.register_fake
+def _allocate_bounds(cu_seqlens: Tensor, lengths: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    size = BEFORE_DOCUMENTS + 2 * cu_seqlens.shape[0] - 1
+    return torch.empty(size, dtype=torch.int64, device="cpu")
+
+
+DOCUMENT_BOUNDS = torch.ops.liger_graph.document_bounds.default

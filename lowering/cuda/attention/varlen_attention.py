@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .... import library
 from ....invariant_mode import is_invariant
+from ....ops.attention.document_bounds import bounded
 from ....ops.attention.varlen_attention import ENGINES
-from ...common.attention.varlen_attention import bounded
 from ...common.tensors import next_power_of_2
 from . import cudnn_engine, flash_engine, varlen_gradients, varlen_kernels
 from .varlen_completion import complete, holes_of

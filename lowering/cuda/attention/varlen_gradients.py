@@ -52,7 +52,9 @@ def _varlen_statistics_kernel(
     tl.store(statistics_ptr + (2 * at + 1), delta, mask=token < T)
     if dsinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        share = tl.where(token < T, tl.exp2((sink - lse) * LOG2E), 0.0)
+        # Where no key is seen and the sink has no weight, both are minus infinity.
+        has_weight = (token < T) & (lse != -float("inf"))
+        share = tl.where(has_weight, tl.exp2((sink - lse) * LOG2E), 0.0)
         tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
 
 

@@ -127,6 +127,27 @@ def test_accuracy_and_predictions(mode: str) -> None:
     assert_same_gradients(gradients(fused, output.loss), gradients(model, expected.loss))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("skip", [True, False], ids=["no logits", "logits"])
+@pytest.mark.parametrize("family", [ONE_LAYER, SOFTCAPPED], ids=lambda family: family.name)
+def test_the_z_loss(family: Any, skip: bool, reduction: str) -> None:
+    """It is a part of the loss, and has a gradient of its own."""
+    model, fused = pair(family)
+    inputs = batch()
+    options: dict[str, Any] = {"lse_square_scale": 0.1, "reduction": reduction}
+    output = fused(**inputs, **options, return_z_loss=True, skip_logits=skip)
+    assert list(output) == ["loss", *([] if skip else ["logits"]), "z_loss"]
+    torch.testing.assert_close(output.loss, fused(**inputs, **options).loss)
+    labels = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    squares = 0.1 * model(inputs["input_ids"]).logits.logsumexp(-1) ** 2 * (labels != -100)
+    expected = squares if reduction == "none" else squares.sum() / (labels != -100).sum()
+    torch.testing.assert_close(output.z_loss, expected)
+    weights = torch.linspace(0.5, 2, expected.numel()).reshape(expected.shape)
+    assert_same_gradients(
+        gradients(fused, output.z_loss * weights), gradients(model, expected * weights), bound=1e-4
+    )
+
+
 def test_extended_outputs() -> None:
     """Only requested values are added: at the end of a tuple, by name in a dict. They pickle."""
     _, fused = pair(ONE_LAYER)

@@ -19,38 +19,16 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 import liger_ops
 import op_checks
-import simulated_npu
-from liger_ops import library
 from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_IMPLEMENTATION, FOLDERS, INF, NAN
-from simulated_npu import to_cpu, to_npu
+from varlen_calls import BACKWARD, FORWARD, call_of, drawn, gradients, ints, run
 from varlen_cases import COMPILED, INPUTS
 
 OP = OPS["varlen_attention_forward"]
-FORWARD, BACKWARD = (
-    library.OPS["varlen_attention_forward"],
-    library.OPS["varlen_attention_backward"],
-)
 ON_GPU = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: run with --device cuda")
 # The interpreter is NumPy, which warns of infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def drawn(
-    T: int, heads: int = 2, key_heads: int = 2, width: int = 4, E: int | None = None,
-    dtype: torch.dtype = torch.float64, seed: int = 0,
-) -> list[Tensor]:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((heads, width), (key_heads, width), (key_heads, E or width))
-    return [
-        torch.randn(T, *size, generator=generator).to(DEVICE, dtype).requires_grad_()
-        for size in sizes
-    ]
 
 
 def assert_same(
@@ -143,26 +121,6 @@ def test_packed_documents_with_sinks_are_gpt_oss() -> None:
     assert_same(ours, theirs.flatten(0, 1), [*leaves, sinks])
 
 
-def call_of(T: int, documents: Tensor, max_seqlen: int, **more: Any) -> Any:
-    """Return a call of the forward op. `more` are its other arguments and those of `drawn`."""
-    sizes = {name: more.pop(name) for name in ("heads", "width", "E", "dtype") if name in more}
-    with torch.no_grad():
-        tensors = [x.detach() for x in drawn(T, **{"dtype": torch.float32, **sizes})]
-    return FORWARD.arguments(*tensors, documents, max_seqlen)._replace(**more)
-
-
-def run(folder: str, call: Any) -> tuple[Tensor, Tensor]:
-    return (FORWARD.definition if folder == "definition" else FORWARD.kernels[folder])(*call)
-
-
-def gradients(folder: str, call: Any, dy: Tensor, mask: tuple[bool, ...] = (True,) * 4) -> Any:
-    given = {**call._asdict(), **dict(zip(("y", "lse"), run(folder, call), strict=True))}
-    given |= {"dy": dy, "output_mask": list(mask)}
-    arguments = [given[name] for name in BACKWARD.arguments._fields]
-    run_of = BACKWARD.definition if folder == "definition" else BACKWARD.kernels[folder]
-    return run_of(*arguments)
-
-
 @pytest.mark.device_kernels
 @EVERY_IMPLEMENTATION
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -180,6 +138,8 @@ def test_what_sees_no_key_is_zero(implementation: str, dtype: torch.dtype) -> No
     y, lse = run(implementation, call._replace(sinks=sinks))
     assert not y[blind].any()
     assert torch.equal(lse[:, blind], sinks.unsqueeze(1).expand(2, int(blind.sum())))
+    dsinks = gradients(implementation, call._replace(sinks=sinks), torch.ones_like(y))[3]
+    assert dsinks.ne(0).tolist() == [True, False]
 
 
 @pytest.mark.device_kernels
@@ -498,61 +458,3 @@ def test_every_engine_matches_truth(engine: str, name: str, dtype: torch.dtype) 
         # With a warning, an engine that failed would have been replaced.
         short = arguments._replace(max_seqlen=2)
         assert bool(run("cuda", short)[0].isnan().all()) is (engine != "triton")
-
-
-# On an NPU.
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="simulates a device")
-@pytest.mark.parametrize("backend", (None, "aot_eager"))
-def test_an_npu_runs_the_operator_of_torch_npu(backend: str | None) -> None:
-    plain = {"has_lengths": False, "has_key_mask": False, "softcap": None}
-    case = OP.sample(torch.bfloat16, rows=9, width=4, count=3, **plain)
-    arguments = OP.forward_args(case, OP.tensors(case))
-    call = OP.overload()
-    if backend:
-        torch._dynamo.reset()
-        call = torch.compile(lambda *a: OP.overload()(*a), backend=backend, fullgraph=True)
-    places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-    with simulated_npu.visible():
-        given = [to_npu(x.clone()) if i in places else x for i, x in enumerate(arguments)]
-        leaves = [given[i].requires_grad_() for i in places if OP.has_gradient(i)]
-        y = call(*given)[0]
-        assert simulated_npu.launched == ["torch_npu.npu_fusion_attention"]
-        dy = torch.randn(y.shape, dtype=y.dtype)
-        found = torch.autograd.grad(y, leaves, to_npu(dy))
-        assert simulated_npu.launched[1:] == ["torch_npu.npu_fusion_attention_grad"]
-        found = [to_cpu(x) for x in (y, *found)]
-    given = [x.clone() if i in places else x for i, x in enumerate(arguments)]
-    leaves = [given[i].requires_grad_() for i in places if OP.has_gradient(i)]
-    y = OP.definition(*given)[0]
-    for a, b in zip(found, (y, *torch.autograd.grad(y, leaves, dy)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="of the stand-in for torch_npu")
-@pytest.mark.parametrize(
-    "more", ({"softcap": 1.0}, {"lengths": ints(2, 3)}, {"E": 5}, {"dtype": torch.float32})
-)
-def test_an_npu_runs_the_definition_of_what_the_operator_does_not_take(
-    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.ops.npu, "npu_fusion_attention", None)
-    call = call_of(6, ints(0, 2, 6), 4, **{"dtype": torch.bfloat16, **more})
-    for a, b in zip(run("npu", call), run("definition", call), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="of the stand-in for torch_npu")
-def test_an_npu_has_several_calls_for_many_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens between documents are in none of them; a call without tokens is left out."""
-    from liger_ops.lowering.npu.attention import varlen_attention as on_npu
-
-    monkeypatch.setattr(on_npu, "MOST_DOCUMENTS", 2)
-    call = call_of(14, ints(1, 4, 6, 6, 6, 9, 12), 4, dtype=torch.bfloat16, window_right=-1)
-    assert [tokens for tokens, _ in on_npu._pieces(call)] == [slice(1, 6), slice(6, 12)]
-    dy = torch.randn_like(call.query)
-    found = (*run("npu", call), *gradients("npu", call, dy)[:3])
-    expected = (*run("definition", call), *gradients("definition", call, dy)[:3])
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)

@@ -16,6 +16,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from attention_graphs import MASKED, VARLEN, as_it_is, compiled, heads, mask_nodes, results
 from data_masks import MASKS, documents, on_the_cpu, positions, right_padding
 from liger_ops.rewrites.attention import causal_attention, masked_attention
+from liger_ops.rewrites.attention.packed_documents import DOCUMENT_BOUNDS
 
 OP = masked_attention.OP
 LENGTH = 23
@@ -395,3 +396,18 @@ def test_a_device_without_a_fast_kernel_is_left(monkeypatch):
     rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
     rewritten(*qkv())
     assert report.findings == []
+
+
+@pytest.mark.parametrize("name", ["window", "padding", "packed by positions", "chunks"])
+def test_a_device_whose_engine_takes_documents_alone(name, monkeypatch):
+    """As an NPU: all layers are given the documents on the host, and other masks are left."""
+    on_the_cpu(monkeypatch, has_flex=False)
+    mask, data = MASKS[name]
+    report, calls = compare(
+        attention_with(mask), qkv() + ([data(LENGTH)] if data else []), name != "chunks"
+    )
+    reason = "its mask is not one of padding, causal windows and packed documents"
+    assert report.findings[-1].reason == (None if calls else reason)
+    # The last argument.
+    for bounds in (call.args[-1] for call in calls):
+        assert bounds.target is DOCUMENT_BOUNDS

@@ -67,6 +67,7 @@ def check(rewritten: Callable[..., Tensor], name: str, data: Tensor) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.quick
 def test_a_variant_is_compiled_when_it_is_first_needed():
     rewritten, made = compiled(attention("padding"))
     ones, padded = torch.ones(2, LENGTH, dtype=torch.int64), right_padding(LENGTH)

@@ -307,6 +307,16 @@ def test_a_near_miss_is_left(name):
 
 
 def test_a_device_without_a_fast_kernel_is_left(monkeypatch):
-    monkeypatch.setattr(masked_attention, "DEVICES", ("cuda",))
+    monkeypatch.setattr(masked_attention, "DEVICES", {"cuda": True})
     report, _ = compare(masked("window", False, CAP), qkv(), 0)
     assert {finding.op for finding in report.findings} == {sdpa.OP}
+
+
+def test_a_cap_that_a_device_does_not_take_is_left(monkeypatch):
+    monkeypatch.setattr(masked_attention, "DEVICES", {"cpu": False})
+    inputs = qkv()
+    sinks = torch.zeros(inputs[0].shape[1], dtype=inputs[0].dtype)
+    assert compare(masked("window", True, None), [*inputs, sinks], 1)
+    report, _ = compare(masked("window", False, CAP), qkv(), 0)
+    (finding,) = [one for one in report.findings if one.op == OP]
+    assert finding.reason == "it has a soft cap, which the engine on cpu does not take"

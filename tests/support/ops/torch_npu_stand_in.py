@@ -125,21 +125,22 @@ class FusionAttention:
         next_tockens: int = 2147483647, actual_seq_qlen: list[int] | None = None,
         actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0, softmax_layout: str = "",
     ) -> None:  # fmt: skip
-        (T, H, D), key_heads = query.shape, key.shape[1]
+        (T, H, D), (key_tokens, key_heads, _) = query.shape, key.shape
         assert input_layout == "TND" and head_num == H <= MOST_HEADS and H % key_heads == 0
-        assert key.shape == value.shape == (T, key_heads, D)
-        assert 1 <= T <= MOST_TOKENS and 1 <= D <= MOST_COLUMNS
+        assert key.shape == value.shape == (key_tokens, key_heads, D)
+        assert 1 <= T <= MOST_TOKENS and 1 <= key_tokens <= MOST_TOKENS and 1 <= D <= MOST_COLUMNS
         assert query.dtype is key.dtype is value.dtype
         assert query.dtype in (torch.float16, torch.bfloat16, torch.float32)
         assert all(x.is_contiguous() for x in (query, key, value))
         # By default, each document's statistics are (H, length, 8).
         assert softmax_layout == "TND", "of another order"
-        ends = actual_seq_qlen
-        assert ends is not None and ends == actual_seq_kvlen, "mask anchors depend on both lengths"
-        assert 1 <= len(ends) <= MOST_DOCUMENTS and ends[-1] == T
-        self.ends = [0, *ends]
-        assert self.ends == sorted(self.ends)
-        self.left = self.right = T
+        self.ends = []
+        for ends, tokens in ((actual_seq_qlen, T), (actual_seq_kvlen, key_tokens)):
+            assert type(ends) is list and all(type(end) is int for end in ends), "on the host"
+            assert 1 <= len(ends) <= MOST_DOCUMENTS and ends == sorted(ends) and ends[-1] == tokens
+            self.ends.append([0, *ends])
+        assert len(self.ends[0]) == len(self.ends[1]), "as many documents of queries as of keys"
+        self.mode, self.left, self.right = sparse_mode, None, None
         if atten_mask is None:
             assert sparse_mode == 0 and pre_tockens == next_tockens == 2147483647, "no effect"
         else:
@@ -148,22 +149,42 @@ class FusionAttention:
             assert sparse_mode in (2, 3, 4)
             self.right = 0
         if sparse_mode == 4:
-            assert min(pre_tockens, next_tockens) >= 0, "a row without keys"
+            assert min(pre_tockens, next_tockens) >= 0, "a band without the query's own place"
             self.left, self.right = pre_tockens, next_tockens
         else:
             assert pre_tockens == next_tockens == 2147483647, "no effect"
         self.scale, self.group = scale, H // key_heads
         self.query, self.key, self.value = (x.float() for x in (query, key, value))
 
-    def documents(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
-        """Yield each document's tokens and query, key, value and scores, (H, length, ...)."""
-        for start, end in pairwise(self.ends):
-            tokens, length = slice(start, end), end - start
-            q, k, v = (x[tokens].transpose(0, 1) for x in (self.query, self.key, self.value))
+    def hidden(self, queries: int, keys: int) -> Tensor:
+        """Return which keys of a document each query does not see."""
+        ahead = torch.arange(keys) - torch.arange(queries)[:, None]
+        if self.mode in (3, 4):
+            # The last query is in the place of the last key.
+            ahead = ahead - (keys - queries)
+        hidden = torch.zeros(queries, keys, dtype=torch.bool)
+        if self.right is not None:
+            hidden |= ahead > self.right
+        if self.left is not None:
+            hidden |= ahead < -self.left
+        assert not hidden.all(-1).any(), "a row of the mask is hidden whole"
+        return hidden
+
+    def documents(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor]]:
+        """Yield each document's queries and keys, as tokens, and its query, key, value and scores,
+        (H, length, ...)."""
+        for of_queries, of_keys in zip(*map(pairwise, self.ends), strict=True):
+            queries, keys = slice(*of_queries), slice(*of_keys)
+            if queries.start == queries.stop:
+                continue
+            q, k, v = (
+                x[tokens].transpose(0, 1)
+                for x, tokens in ((self.query, queries), (self.key, keys), (self.value, keys))
+            )
             k, v = (x.repeat_interleave(self.group, 0) for x in (k, v))
-            ahead = torch.arange(length) - torch.arange(length)[:, None]
-            hidden = (ahead > self.right) | (ahead < -self.left)
-            yield tokens, q, k, v, (q @ k.mT * self.scale).masked_fill(hidden, -float("inf"))
+            hidden = self.hidden(q.shape[1], k.shape[1])
+            scores = (q @ k.mT * self.scale).masked_fill(hidden, -float("inf"))
+            yield queries, keys, q, k, v, scores
 
 
 def fusion_attention(
@@ -174,14 +195,13 @@ def fusion_attention(
     attention = FusionAttention(query, key, value, head_num, input_layout, scale, **options)
     y = torch.empty_like(query)
     largest, total = (query.new_empty(*query.shape[:2], dtype=torch.float32) for _ in range(2))
-    for tokens, _, _, v, scores in attention.documents():
-        if scores.numel():
-            top = scores.amax(-1, keepdim=True)
-            p = (scores - top).exp()
-            largest[tokens], total[tokens] = top.squeeze(-1).t(), p.sum(-1).t()
-            # The product's operand is rounded, as are the products of a cube core.
-            mixed = p.to(query.dtype).float() @ v / p.sum(-1, keepdim=True)
-            y[tokens] = mixed.transpose(0, 1).to(y.dtype)
+    for queries, _, _, _, v, scores in attention.documents():
+        top = scores.amax(-1, keepdim=True)
+        p = (scores - top).exp()
+        largest[queries], total[queries] = top.squeeze(-1).t(), p.sum(-1).t()
+        # The product's operand is rounded, as are the products of a cube core.
+        mixed = p.to(query.dtype).float() @ v / p.sum(-1, keepdim=True)
+        y[queries] = mixed.transpose(0, 1).to(y.dtype)
     statistics = (x.unsqueeze(-1).repeat(1, 1, REPEATED) for x in (largest, total))
     return y, *statistics, query.new_empty(0), 0, 0, 0
 
@@ -200,13 +220,16 @@ def fusion_attention_gradient(
         assert x.dtype is query.dtype and x.shape == query.shape and x.is_contiguous()
     gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
     delta = (dy.float() * attention_in.float()).sum(-1)
-    for tokens, q, k, v, scores in attention.documents():
-        largest, total = (x[tokens, :, :1].transpose(0, 1) for x in (softmax_max, softmax_sum))
+    for queries, keys, q, k, v, scores in attention.documents():
+        largest, total = (x[queries, :, :1].transpose(0, 1) for x in (softmax_max, softmax_sum))
         p = (scores - largest).exp() / total
-        upstream = dy[tokens].transpose(0, 1).float()
-        ds = p * (upstream @ v.mT - delta[tokens].t().unsqueeze(-1)) * attention.scale
+        upstream = dy[queries].transpose(0, 1).float()
+        ds = p * (upstream @ v.mT - delta[queries].t().unsqueeze(-1)) * attention.scale
         p, ds = (x.to(query.dtype).float() for x in (p, ds))
-        for gradient, of_heads in zip(gradients, (ds @ k, ds.mT @ q, p.mT @ upstream), strict=True):
+        parts = zip(
+            gradients, (queries, keys, keys), (ds @ k, ds.mT @ q, p.mT @ upstream), strict=True
+        )
+        for gradient, tokens, of_heads in parts:
             shared = of_heads.unflatten(0, (gradient.shape[1], -1)).sum(1)
             gradient[tokens] = shared.transpose(0, 1)
     empty = query.new_empty(0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from causal_masks import causal, columns, rows
+from liger_ops.rewrites.attention import documents as documents_of_rows
 from liger_ops.rewrites.attention import masked_attention
 
 BATCH = 2
@@ -104,9 +105,12 @@ MASKS: dict[str, tuple[Mask, Callable[[int], Tensor] | None]] = {
 }
 
 
-def on_the_cpu(monkeypatch: Any, least_keys: int = 1) -> None:
-    """Let the rewrite run on a CPU, where flex_attention computes dense scores."""
-    monkeypatch.setattr(masked_attention, "DEVICES", ("cpu",))
+def on_the_cpu(monkeypatch: Any, least_keys: int = 1, has_flex: bool = True) -> None:
+    """Let the rewrite run on a CPU, where flex_attention computes dense scores. Without `has_flex`
+    it is as on an NPU."""
+    monkeypatch.setattr(masked_attention, "DEVICES", {"cpu": has_flex})
+    if not has_flex:
+        monkeypatch.setattr(documents_of_rows, "ON_HOST", "cpu")
     monkeypatch.setattr(masked_attention, "LEAST_KEYS", least_keys)
     dtypes = (torch.float32, torch.bfloat16)
     monkeypatch.setattr(masked_attention, "FLASH_DTYPES", dtypes)

@@ -97,6 +97,10 @@ class Variants:
         state = self._check.state_of(args, self._positions)
         if state.key not in self._compiled:
             with COMPILING, tracing(self._context):
+                for x in self._fakes:
+                    if isinstance(x, FakeTensor):
+                        # Dynamo of torch 2.10 leaves a mode in the context that is not its values'.
+                        self._context.fake_mode = x.fake_mode
                 self._variant(state, self._fakes)
         return self._compiled[state.key](*args, *state.data)
 
