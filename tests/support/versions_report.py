@@ -32,7 +32,8 @@ DOCUMENT = ROOT / "docs" / "reports" / "versions.md"
 # the lower bounds of pyproject.toml.
 VERSIONS: dict[str, tuple[str, ...]] = {
     "2.10": ("--resolution", "lowest-direct"),
-    "2.11": ("torch==2.11.*",),
+    # Its triton's interpreter fails with numpy 2.4.
+    "2.11": ("torch==2.11.*", "--resolution", "lowest-direct"),
     "2.13": ("torch==2.13.*",),
     "2.14": ("torch==2.14.*",),
     "2.15": ("torch==2.15.*",),
@@ -46,11 +47,11 @@ INTRODUCTION = """\
 # Versions
 
 `make test-versions` wrote this table: it makes an environment for each torch and runs
-`pytest {tests}` in it on a CPU. The first row has the lower bounds of pyproject.toml, the others
-the newest releases of all other packages. pyproject.toml accepts these versions of torch and no
-others. CI runs every test with torch 2.13, and these with the newest releases
-(`make test-newest`) and with the lower bounds (`make test-oldest`). An environment that is there
-already is tested with
+`pytest {tests}` in it on a CPU. The first row has the lower bounds of pyproject.toml, and so has
+the second but for torch; the others have the newest releases of all other packages.
+pyproject.toml accepts no older and no newer torch. CI runs every test with torch 2.13, and these
+with the newest releases (`make test-newest`) and with the lower bounds (`make test-oldest`). An
+environment that is there already is tested with
 `make test-versions ARGS="2.15 --python 2.15=/path/to/python"`.
 """
 MODELS = """
