@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu check-npu docs publish-docs lint format clean check-environment
+.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu plan-npu bound-npu check-npu docs publish-docs lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -49,6 +49,12 @@ test-versions: ## the quick tests with every torch that is supported, for an hou
 
 test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/reports/npu.md; OPS=rms_norm,rope
 	PYTHON_ENV=$(PY) LIGER_OPS_NPU_OPS=$(OPS) tests/npu/run $(ARGS)
+
+plan-npu: $(READY) ## the Ascend kernels planned for other chips; writes docs/reports/npu_chips.md; CHIPS=Ascend950PR_9579 prints one
+	PYTHON_ENV=$(PY) tests/npu/run chips.py $(CHIPS)
+
+bound-npu: $(READY) ## bounds of the Ascend kernels' time by the bytes that they move; writes docs/reports/npu_bounds.md
+	PYTHON_ENV=$(PY) tests/npu/run bounds.py
 
 check-npu: $(READY) ## test-npu; its document must say the same of these kernels as the one that is there
 	recorded=$$(mktemp) && cp docs/reports/npu.md $$recorded && $(MAKE) test-npu && \

@@ -92,9 +92,13 @@ class Operation:
 
 def count(launch: Launch, code: str) -> Counts:
     """Count the instructions and bytes of all programs of a launch by its final code."""
+    return functools.reduce(operator.add, by_program(launch, code))
+
+
+def by_program(launch: Launch, code: str) -> list[Counts]:
+    """Count the instructions and bytes of each program of a launch by its final code."""
     kernel = _Kernel(code)
-    programs = (kernel.run(launch, program) for program in range(math.prod(launch.grid)))
-    return functools.reduce(operator.add, programs)
+    return [kernel.run(launch, program) for program in range(math.prod(launch.grid))]
 
 
 class _Kernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,9 +118,9 @@ def intercepted(launched: Callable[[Launch], None]) -> Iterator[None]:
 
 
 @contextmanager
-def machine(cores: int) -> Iterator[None]:
-    """Tell the host code that the device has a 910B's Unified Buffer and `cores` vector cores."""
-    variables = {"LIGER_OPS_NPU_UB_BYTES": str(UB_BYTES), "LIGER_OPS_NPU_VECTOR_CORES": str(cores)}
+def machine(cores: int, ub_bytes: int = UB_BYTES) -> Iterator[None]:
+    """Tell the host code that the device has `cores` vector cores, with a Unified Buffer each."""
+    variables = {"LIGER_OPS_NPU_UB_BYTES": str(ub_bytes), "LIGER_OPS_NPU_VECTOR_CORES": str(cores)}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -141,16 +141,19 @@ def npu_ops() -> dict[Any, str]:
 @functools.cache
 def calls() -> tuple[Call, ...]:
     """Record the calls of every case of the table, forward and backward."""
-    return tuple(_calls())
+    return tuple(calls_of(launched()))
 
 
-def _calls() -> Iterator[Call]:
+def calls_of(
+    cases: Iterable[LaunchCase], cores: int = VECTOR_CORES, ub_bytes: int = UB_BYTES
+) -> Iterator[Call]:
+    """Yield the calls of cases, forward and backward, on a device with these cores and buffers."""
     # Fake tensors have no memory: the huge shapes cost nothing.
     names = npu_ops()
-    for case in launched():
+    for case in cases:
         for backward in case.directions:
             launches: list[Launch] = []
-            with machine(VECTOR_CORES), intercepted(launches.append), FakeTensorMode():
+            with machine(cores, ub_bytes), intercepted(launches.append), FakeTensorMode():
                 tensors = case.op.tensors(case.case)
                 kernel = case.op.kernel("npu", backward)
                 args = case.op.backward_args if backward else case.op.forward_args

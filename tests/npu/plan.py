@@ -20,8 +20,9 @@ from toolchain import ARCH, HERE, UB_BYTES, cached, compiler
 
 # The options with which triton-ascend calls the compiler.
 DEFAULTS = NPUOptions()
+TARGET = "--target="
 ARGUMENTS = (
-    f"--target={ARCH}",
+    f"{TARGET}{ARCH}",
     f"--enable-auto-multi-buffer={DEFAULTS.multibuffer}",
     f"--enable-auto-bind-sub-block={DEFAULTS.enable_auto_bind_sub_block}",
     "--enable-hfusion-compile=true",
@@ -94,13 +95,20 @@ def compiled(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) ->
 
 
 def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, str]:
+    (chip,) = (name.removeprefix(TARGET) for name in arguments if name.startswith(TARGET))
     # triton-ascend takes this attribute out before it calls the compiler.
     mlir = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", mlir)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "kernel.mlir").write_text(mlir)
         done = subprocess.run(
-            [compiler(version), folder / "kernel.mlir", *arguments, "-o", folder / "kernel.o"],
+            [
+                compiler(version, chip),
+                folder / "kernel.mlir",
+                *arguments,
+                "-o",
+                folder / "kernel.o",
+            ],
             env={
                 **os.environ,
                 "PATH": f"{HERE}:{os.environ['PATH']}",
@@ -135,6 +143,9 @@ def read(code: str, messages: str) -> Planned:
 
 
 # A buffer's addresses, as %x = hivm.hir.pointer_cast(%c64_i64) : memref<1x64xf32, ...<ub>>
+_CONSTANT = re.compile(
+    r"(%\w+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))"
+)
 _PLACED = re.compile(r"(%\w+) = hivm\.hir\.pointer_cast\(([^)]*)\)([^:]*): (memref<.*)")
 _SELECTED = re.compile(r"(%\w+) = arith\.select %\w+, (%\w+), %\w+ : memref<")
 _VIEWED = re.compile(r"(%\w+) = memref\.(?!load|alloc)\w+ (%\w+)")
@@ -148,7 +159,7 @@ class _Analysis:
     """Analyses the code in one pass; each line is an operation."""
 
     def __init__(self, code: str) -> None:
-        self.constants = dict(re.findall(r"(%\w+) = arith\.constant (-?\d+) : i64", code))
+        self.constants: dict[str, int] = {}
         self.ub_bytes = 0
         self.loads = 0
         self.scalarised: list[str] = []
@@ -167,7 +178,9 @@ class _Analysis:
                 regions.append(re.search(r"\bscf\.(for|while|parallel)\b", line) is not None)
 
     def _operation(self, line: str, in_loop: bool) -> None:
-        if match := _PLACED.match(line):
+        if match := _CONSTANT.match(line):
+            self.constants[match[1]] = int(match[2] or match[3])
+        elif match := _PLACED.match(line):
             self._placed(*match.groups())
         elif match := _SELECTED.match(line):
             self.pairs.add(match[1])
@@ -190,7 +203,7 @@ class _Analysis:
         if len(places) > 1:
             # Several addresses: the turns of a loop take them in turn.
             self.pairs.add(value)
-        last = max(map(int, places))
+        last = max(places)
         self.ub_bytes = max(self.ub_bytes, last + _bytes(type))
 
     def _loaded(self, buffer: str) -> None:

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from launches import BACKEND, Launch, calls, specialised
 from lower import Lowered, lower
-from plan import ARGUMENTS, Planned, plan
+from plan import ARGUMENTS, TARGET, Planned, plan
 from reported import reported
-from toolchain import COMPILERS, missing_compiler
+from toolchain import COMPILERS, OTHER_CHIPS, compiler, missing_compiler
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,20 @@ def test_what_users_report_is_seen(kernel, names):
 
 def test_a_kernel_that_does_not_lower_is_seen():
     assert "it does not lower" in lowered(_that_does_not_lower, 64).error
+
+
+@pytest.mark.parametrize("chip", OTHER_CHIPS)
+@each_version
+def test_other_chips_are_planned(needs, version, chip):
+    needs(missing_compiler(version))
+    if not compiler(version, chip).exists():
+        pytest.skip(f"ascendnpu-ir {version} has no compiler for {chip}")
+    arguments = (f"{TARGET}{chip}", *ARGUMENTS[1:])
+    fits = plan(lowered(_doubled, 2048).mlir, version, arguments)
+    assert not fits.error and not fits.overflow_bits and not fits.fell_back
+    # At least x's and y's tile.
+    assert fits.ub_bytes >= 2 * 2048 * 4
+    assert plan(lowered(_doubled, 65536).mlir, version, arguments).overflow_bits
 
 
 def test_the_target_is_an_ascend_device():

@@ -24,11 +24,15 @@ CPU_TOOLS = ("mlir-opt-19", "mlir-translate-19", "clang-19")
 ARCH = "Ascend910B4"
 VECTOR_CORES = 40
 UB_BYTES = 196608
+# Other chips: their vector cores and Unified Buffer, by the head of code that is compiled for them.
+# Those of Atlas A3, and of the Ascend 950.
+OTHER_CHIPS = {"Ascend910_9391": (48, 196608), "Ascend950PR_9579": (56, 253952)}
 
 
-def compiler(version: str) -> Path:
-    """Return the path of a version's compiler."""
-    return CACHE / "npuir" / version / "bin" / "bishengir-compile"
+def compiler(version: str, chip: str = ARCH) -> Path:
+    """Return the path of a version's compiler for a chip, which does not exist for some."""
+    name = "bishengir-compile-a5" if chip.startswith("Ascend950") else "bishengir-compile"
+    return CACHE / "npuir" / version / "bin" / name
 
 
 def missing_compiler(version: str) -> str:

@@ -31,7 +31,7 @@ def _case(op: OpUnderTest, dtype: torch.dtype, form: Fields) -> Any:
     return replace(op.sample(dtype), **{**op.forms.common, **form})
 
 
-def _launch_case(op: OpUnderTest, dtype: torch.dtype, form: Fields, *more: Any) -> LaunchCase:
+def launch_case(op: OpUnderTest, dtype: torch.dtype, form: Fields, *more: Any) -> LaunchCase:
     shape = "x".join(map(str, form["shape"]))
     options = (f"{k}={DTYPES.get(v, v)}" for k, v in form.items() if k != "shape")
     label = " ".join([DTYPES[dtype], shape, *options]).replace(", ", ",")
@@ -54,13 +54,13 @@ def _taken(op: OpUnderTest, shapes: Sequence[Fields], optional: Sequence[int]) -
     forward = (True,) if op.is_pytorchs_forward else (False, True)
     for dtype in DTYPES:
         for shape in shapes:
-            yield _launch_case(op, dtype, shape, forward)
+            yield launch_case(op, dtype, shape, forward)
     for shape in (shapes[i] for i in optional if shapes):
         for dtype in (BF16, FP32):
             for option in op.forms.options:
-                yield _launch_case(op, dtype, {**shape, **option}, forward, False)
+                yield launch_case(op, dtype, {**shape, **option}, forward, False)
             for option in op.forms.backward_options:
-                yield _launch_case(op, dtype, {**shape, **option}, (True,), False)
+                yield launch_case(op, dtype, {**shape, **option}, (True,), False)
 
 
 def launched() -> Iterator[LaunchCase]:
@@ -80,7 +80,7 @@ def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
     for op in _picked():
         for i, fewer in op.forms.counted.items():
             planned = op.forms.shapes[i]
-            yield _launch_case(op, BF16, planned), _launch_case(op, BF16, {**planned, **fewer})
+            yield launch_case(op, BF16, planned), launch_case(op, BF16, {**planned, **fewer})
 
 
 def compiled() -> Iterator[tuple[OpUnderTest, Case]]:
