@@ -52,7 +52,7 @@ def bmm(overload: Any, base: Base, a: Tensor, b: Tensor, *dtype: torch.dtype) ->
     """Compute each product by a kernel of this package on a GPU, or as mm."""
     if not is_rounded(a) or 0 in (a.numel(), b.numel()):
         return NotImplemented
-    if own := _own_product(a):
+    if own := own_product(a):
         return own(aligned(a), b, *dtype)
     return torch.stack([torch.mm(*pair, *dtype) for pair in zip(a, b, strict=True)])
 
@@ -66,7 +66,7 @@ def baddbmm(
     if not is_rounded(a) or 0 in (a.numel(), b.numel()):
         return NotImplemented
     x = x.expand(a.shape[0], a.shape[1], b.shape[2])
-    if own := _own_product(a):
+    if own := own_product(a):
         return _sum(x, own(aligned(a), b, torch.float32), dtype or (a.dtype,), options)
     triples = zip(x, a, b, strict=True)
     return torch.stack([torch.addmm(*triple, *dtype, **options) for triple in triples])
@@ -155,7 +155,7 @@ def _product(
         even = _even(_even(b.t()).t())
         return (base(*map(_even, operands), even, *dtype, **options)[:, :columns],)
 
-    own = _own_product(a)
+    own = own_product(a)
 
     def by_own_kernel(a: Tensor, *x: Tensor) -> tuple[Tensor]:
         assert own is not None
@@ -169,7 +169,7 @@ def _product(
     return compute("a matrix product", key, functions, *rows)[0]
 
 
-def _own_product(a: Tensor) -> Callable[..., Tensor] | None:
+def own_product(a: Tensor) -> Callable[..., Tensor] | None:
     """Return this package's product of batches of matrices, if it is for a's device and dtype."""
     if not a.is_cuda:
         return None

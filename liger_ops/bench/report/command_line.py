@@ -181,7 +181,7 @@ class _Measuring:
                 ahead.process.end()
 
     def _process(self, left: Sequence[Measurement]) -> _Process:
-        return (_Steps if left[0].part == "steps" else _Others)(self, left)
+        return (_StepProcess if left[0].part == "steps" else _OtherProcess)(self, left)
 
 
 class _Process:
@@ -198,7 +198,7 @@ class _Process:
         raise NotImplementedError
 
 
-class _Steps(_Process):
+class _StepProcess(_Process):
     """Steps. Without a mask the compilation, which is timed, finds empty caches; the other batches
     find those of the same model."""
 
@@ -228,7 +228,7 @@ class _Steps(_Process):
         return [found]
 
 
-class _Others(_Process):
+class _OtherProcess(_Process):
     """Heads, kernels and curves. In a quick run, where most of the time is the start of a process,
     one measures all of them."""
 

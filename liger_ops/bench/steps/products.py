@@ -25,6 +25,7 @@ from torch import Tensor
 import liger_ops
 
 from ...device import Effort
+from ...invariance.products import own_product
 from ..timing import NoAccelerator, find, interleaved, without_preparation
 
 # Columns of the result, and of x.
@@ -33,11 +34,11 @@ WEIGHTS = ((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (151936, 40
 
 def calls(a: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
     """Return the ways to compute a @ b on a GPU outside of the context."""
-    from ...lowering.cuda import product
-
+    own = own_product(a)
+    assert own is not None
     found: dict[str, Callable[[], Any]] = {
         "pytorch": partial(torch.mm, a, b),
-        "triton": partial(product.product, a[None], b[None]),
+        "triton": partial(own, a[None], b[None]),
     }
     if find_spec("batch_invariant_ops") is not None:
         peer = importlib.import_module("batch_invariant_ops.batch_invariant_ops")
