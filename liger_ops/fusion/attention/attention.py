@@ -277,7 +277,9 @@ def _check_config(config: Any) -> None:
     for name in OBSTACLES:
         if getattr(config, name, None):
             raise NotAnOp(f"its configuration has {name}={getattr(config, name)}")
-    sizes = _head_sizes(config)
+    # A configuration whose layers differ raises for what they do not share.
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    sizes = [size for layer in layers for size in _head_sizes(layer)]
     if not all(sizes):
         raise NotAnOp("its configuration does not say how many numbers its heads have")
     if others := [size for size in sizes if size not in HEAD_DIMS]:

@@ -21,6 +21,7 @@ from attention_models import SIZES, batch, blocks_everywhere, fuse_attention, mo
 from liger_ops import fuse, unfuse
 from liger_ops.fusion import classes
 from liger_ops.fusion.attention import attention, attention_positions
+from liger_ops.fusion.probing import NotAnOp
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -107,6 +108,20 @@ def test_left_with_a_reason(name: str) -> None:
     assert not report.fused
     assert [entry.reason for entry in report.left if entry.kind == "attention"] == [reason]
     assert made.config._attn_implementation == implementation
+
+
+def test_layers_may_differ_in_their_heads() -> None:
+    """Of such a configuration transformers raises for the size that its layers do not share."""
+    sizes = {"num_hidden_layers": 2, "head_dim": 16}
+    kinds = ["sliding_attention", "full_attention"]
+    for size in (32, 512):
+        config = transformers.Gemma4TextConfig(**sizes, layer_types=kinds, global_head_dim=size)
+        assert config.is_heterogeneous
+        if size == 512:
+            with pytest.raises(NotAnOp, match="have 512 numbers"):
+                attention._check_config(config)
+        else:
+            attention._check_config(config)
 
 
 def test_sinks_and_caps_are_recognised_by_what_is_computed() -> None:
