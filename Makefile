@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu plan-npu bound-npu check-npu docs publish-docs lint format clean check-environment
+.PHONY: help demo test test-changed test-newest test-oldest test-versions test-npu plan-npu bound-npu repeat-npu check-npu docs publish-docs lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -55,6 +55,9 @@ plan-npu: $(READY) ## the Ascend kernels planned for other chips; writes docs/re
 
 bound-npu: $(READY) ## bounds of the Ascend kernels' time by the bytes that they move; writes docs/reports/npu_bounds.md
 	PYTHON_ENV=$(PY) tests/npu/run bounds.py
+
+repeat-npu: $(READY) ## the Ascend kernels compiled three times, and compared; writes docs/reports/npu_repeats.md
+	PYTHON_ENV=$(PY) tests/npu/run repeats.py
 
 check-npu: $(READY) ## test-npu; its document must say the same of these kernels as the one that is there
 	recorded=$$(mktemp) && cp docs/reports/npu.md $$recorded && $(MAKE) test-npu && \

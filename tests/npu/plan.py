@@ -90,11 +90,14 @@ def compiled(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) ->
     The code is empty if the kernel does not fit.
     """
     key = "\n".join([version, *arguments, mlir])
-    result = cached("planned", key, lambda: _compile(mlir, version, arguments))
-    return result["code"], result["messages"]
+    code, messages = cached("compiled", key, lambda: compile_anew(mlir, version, arguments))
+    return code, messages
 
 
-def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, str]:
+def compile_anew(
+    mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS
+) -> tuple[str, str]:
+    """Return what `compiled` returns, by the compiler in any case."""
     (chip,) = (name.removeprefix(TARGET) for name in arguments if name.startswith(TARGET))
     # triton-ascend takes this attribute out before it calls the compiler.
     mlir = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", mlir)
@@ -121,7 +124,7 @@ def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, s
         )
         kept = folder / "kept.mlir"
         code = kept.read_text() if kept.exists() else ""
-    return {"code": code, "messages": (done.stdout + done.stderr)[-6000:]}
+    return code, (done.stdout + done.stderr)[-6000:]
 
 
 def read(code: str, messages: str) -> Planned:
