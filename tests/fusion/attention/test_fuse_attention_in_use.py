@@ -111,7 +111,7 @@ def test_left_with_a_reason(name: str) -> None:
 
 
 def test_layers_may_differ_in_their_heads() -> None:
-    """Of such a configuration transformers raises for the size that its layers do not share."""
+    """transformers raises for a size that the layers of a configuration do not share."""
     sizes = {"num_hidden_layers": 2, "head_dim": 16}
     kinds = ["sliding_attention", "full_attention"]
     for size in (32, 512):
