@@ -53,7 +53,7 @@ class Code(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """What one version makes of a kernel, several times. `differing` are the operations of which
+    """The codes that a version makes of a kernel. `differing` are the operations of which
     there are not as many each time."""
 
     kernel: str
