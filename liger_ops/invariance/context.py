@@ -276,11 +276,10 @@ def _implementation(
         given = {name: value for name, value in options.items() if name != "out"}
 
         def base(*operands: Any, **given: Any) -> Any:
-            # Operands of the call's shapes have its result, which needs no memory beside `out`. In
-            # a trial results are compared with each other, and must not share memory.
-            is_call = not invariant_mode.as_they_are.depth and _shapes(operands) == _shapes(args)
+            # In a trial results are compared with each other, and must not share memory.
+            is_trial = bool(invariant_mode.as_they_are.depth)
             with invariant_mode.as_they_are:
-                if writes_out and is_call:
+                if writes_out and not is_trial and _is_result(options["out"], operands, args):
                     return kernel_of_form.call_boxed(keyset, *operands, **given, out=options["out"])
                 return kernel.call_boxed(keyset, *operands, **given)
 
@@ -301,8 +300,23 @@ def _implementation(
     return run
 
 
-def _shapes(args: tuple[Any, ...]) -> list[torch.Size]:
-    return [x.shape for x in args if isinstance(x, Tensor)]
+def _is_result(out: Tensor, operands: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+    """Return whether the product of these operands may be computed in the memory of the call's
+    `out`: it is that of the call, and `out` is as a new tensor would be, and no factor."""
+    given, tensors = ([x for x in xs if isinstance(x, Tensor)] for xs in (args, operands))
+    is_new = out.is_contiguous() and out.storage_offset() == 0 and out.numel() > 0
+    if not is_new or len(given) < 2 or [x.shape for x in given] != [x.shape for x in tensors]:
+        return False
+    *added, a, b = tensors
+    dtype = next((x for x in operands if isinstance(x, torch.dtype)), a.dtype)
+    memory = out.untyped_storage().data_ptr()
+    return (
+        (a.dim(), b.dim(), out.dtype) == (2, 2, dtype)
+        and out.shape == (a.shape[0], b.shape[1])
+        and all(x.untyped_storage().data_ptr() != memory for x in (a, b))
+        # out may be what is added, in place.
+        and all(x is out or x.untyped_storage().data_ptr() != memory for x in added)
+    )
 
 
 def _scalar(number: Any, args: tuple[Any, ...]) -> Tensor:

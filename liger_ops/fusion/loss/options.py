@@ -20,12 +20,14 @@ HEAD_OPTIONS = ("accum_dtype", "chunk_bytes")
 class ForwardLossOptions:
     """The options of the loss in one call of a fused forward.
 
-    `asked` holds those that differ from their defaults, by name.
+    `asked` holds those that differ from their defaults, by name, and `num_items` is the call's
+    num_items_in_batch, by which a model divides the sum of its cross_entropy.
 
     It is not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
     """
 
     asked: dict[str, Any] = field(default_factory=dict)
+    num_items: Any = None
 
     @property
     def names(self) -> str:
@@ -104,4 +106,4 @@ def split_options(
         )
     # Every default is false or "mean".
     asked = {key: value for key, value in given.items() if value and value != "mean"}
-    return ForwardLossOptions(asked), rest
+    return ForwardLossOptions(asked, rest.get("num_items_in_batch")), rest

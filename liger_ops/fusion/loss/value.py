@@ -186,5 +186,8 @@ def loss_of(
     if predicted is not None and "return_predicted_tokens" in asked:
         extra["predicted_tokens"] = predicted.reshape(source.tokens)
     if "return_z_loss" in asked:
+        if reduction == "sum" and options.num_items is not None:
+            items = options.num_items
+            z_loss = z_loss / (items.to(z_loss.device) if isinstance(items, Tensor) else items)
         extra["z_loss"] = shaped(z_loss)
     return shaped(loss), extra

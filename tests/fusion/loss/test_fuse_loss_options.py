@@ -148,6 +148,17 @@ def test_the_z_loss(family: Any, skip: bool, reduction: str) -> None:
     )
 
 
+@pytest.mark.parametrize("items", (20, torch.tensor(20)))
+@pytest.mark.parametrize("scaled", (False, True))
+def test_the_z_loss_is_the_part_of_a_loss_divided_by_items(items: Any, scaled: bool) -> None:
+    fused, inputs = pair(ONE_LAYER)[1], batch()
+    more = {"num_items_in_batch": items, "use_token_scaling": scaled, "return_z_loss": True}
+    output = fused(**inputs, **more, lse_square_scale=0.1)
+    without = fused(**inputs, **more)
+    torch.testing.assert_close(output.z_loss, output.loss - without.loss, rtol=1e-4, atol=1e-5)
+    assert output.z_loss > 0 and without.z_loss == 0
+
+
 def test_extended_outputs() -> None:
     """Only requested values are added: at the end of a tuple, by name in a dict. They pickle."""
     _, fused = pair(ONE_LAYER)
