@@ -167,6 +167,9 @@ def test_a_process_that_dies_is_a_failure_of_its_measurement_alone(
                 store(tmp_path, recorded(name, result, "CPU"))
             return {"error": "exit status -11, no message"} if len(made) == 1 else ""
 
+        def end(self) -> None:
+            pass
+
     monkeypatch.setattr(command_line, "FreshProcess", Process)
     monkeypatch.setattr(command_line, "device_name", lambda: "CPU")
     monkeypatch.setattr("liger_ops.bench.report.plan.device_name", lambda: "CPU")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -121,9 +124,20 @@ def test_a_process_waits_until_its_outcome_is_asked_for(tmp_path: Path) -> None:
     def process(*arguments: str) -> model.FreshProcess:
         return model.FreshProcess(["waiting", *arguments], environment)
 
+    # Nobody is left to ask.
+    command = [sys.executable, "-m", "waiting", str(file)]
+    orphan = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL)
+    assert orphan.returncode == 1 and not file.exists()
     waiting, ended = process(str(file)), process(str(file))
     ended.end()
     assert not file.exists()
     assert waiting.outcome() == "done\n" and file.exists()
     assert process().outcome() == {"error": "IndexError: list index out of range"}
-    assert process(str(file)).outcome(timeout=0.001) == {"error": "it was stopped after 0 s"}
+    # A process that it started holds its output open.
+    (tmp_path / "waiting.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    )
+    began = time.perf_counter()
+    assert process().outcome(timeout=1) == {"error": "it was stopped after 1 s"}
+    assert time.perf_counter() - began < 30

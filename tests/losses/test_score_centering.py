@@ -245,3 +245,24 @@ def test_the_module_names_wrong_arguments() -> None:
             head.of_module(**tensors)
     with pytest.raises(TypeError, match="sampling_log_prob must be a tensor if importance_sampl"):
         head.of_module(LinearScoreCenteringLoss(importance_sampling="mask"))
+
+
+@pytest.mark.parametrize("kind", ("truncate", "mask"))
+def test_bounds_may_be_infinite(kind: str) -> None:
+    """The ratio of a listed word that the sampler nearly excludes is infinite in float32."""
+    log_p = torch.tensor([[[0.3, 0.2]]]).log()
+    log_q = torch.tensor([[[0.5, 1e-44]]]).log()
+    tokens = torch.tensor([[0.4]]).log()
+
+    def gradient(high: float, dtype: torch.dtype) -> Tensor:
+        top = log_p.to(dtype).requires_grad_()
+        output = score_centering_loss(
+            tokens.to(dtype), top, log_q.to(dtype), torch.ones(1), torch.ones(1, 1),
+            sampling_log_prob=tokens, importance_sampling=kind, importance_max=high,
+        )  # fmt: skip
+        return torch.autograd.grad(output.loss, top)[0]
+
+    for high in (torch.inf, 1e38):
+        expected = gradient(high, torch.float64)
+        assert expected.isfinite().all()
+        torch.testing.assert_close(gradient(high, torch.float32).double(), expected)

@@ -152,7 +152,7 @@ class _Measuring:
             wanted = [one for one in wanted if one.words[-1] != "liger-kernel"]
         began, left = time.perf_counter(), [one for one in wanted if one.name not in self.done]
         _say(f"{len(wanted)} measurements, {len(wanted) - len(left)} of them made earlier")
-        ahead: _Process | None = None
+        process = ahead = None
         try:
             while left:
                 spent = time.perf_counter() - began
@@ -168,17 +168,18 @@ class _Measuring:
                 # It imports while this one is measured.
                 ahead = self._process(left) if left else None
                 done = process.records()
-                for one in done:
-                    _say(f"          {page.told(one)}")
+                for found in done:
+                    _say(f"          {page.told(found)}")
                 names = {one.name for one in done}
                 if undone := [one for one in process.batch if one.name not in names]:
                     left = undone + left
                     if ahead is not None:
-                        ahead.process.end()
+                        ahead.end()
                         ahead = None
         finally:
-            if ahead is not None:
-                ahead.process.end()
+            for one in (process, ahead):
+                if one is not None:
+                    one.end()
 
     def _process(self, left: Sequence[Measurement]) -> _Process:
         return (_StepProcess if left[0].part == "steps" else _OtherProcess)(self, left)
@@ -196,6 +197,9 @@ class _Process:
     def records(self) -> list[Record]:
         """Measure, store the records and return them."""
         raise NotImplementedError
+
+    def end(self) -> None:
+        self.process.end()
 
 
 class _StepProcess(_Process):

@@ -37,15 +37,17 @@ import argparse
 import atexit
 import importlib
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,7 @@ class FreshProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
         )  # fmt: skip
 
     def outcome(self, timeout: float | None = None) -> str | dict[str, Any]:
@@ -179,8 +182,13 @@ class FreshProcess:
         return {"error": (raised or lines)[-1]}
 
     def end(self) -> None:
-        """Stop the process, if it has not ended."""
-        self._process.kill()
+        """Stop the process, and those that it has started, if they have not ended: compilers and
+        Inductor's workers hold its output open."""
+        if os.name == "posix":
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
         self._process.communicate()
 
 
@@ -207,8 +215,9 @@ class FreshStep(FreshProcess):
 
 
 def wait_to_be_called() -> None:
-    """Wait in a process until its `outcome` is asked for."""
-    sys.stdin.readline()
+    """Wait in a process until its `outcome` is asked for. End it if nobody is left to ask."""
+    if not sys.stdin.readline():
+        raise SystemExit("the process that started this one has ended")
 
 
 def differs(result: dict[str, Any], eager: dict[str, Any] | None) -> bool:

@@ -6,8 +6,9 @@ with coefficients that have no gradient: those are the gradient of the loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,20 @@ from torch import Tensor
 # and the listed probabilities in float32.
 LEAST_TAIL = 1e-6
 
-# importance_sampling -> the weight of a ratio p / q within bounds, or None for a weight of 1.
-WEIGHTS: dict[str, Callable[[Tensor, float, float], Tensor] | None] = {
+
+def _mask(p: Tensor, low: Any, high: Any) -> Tensor:
+    is_within = p >= low
+    if high is not None:
+        is_within = is_within & (p <= high)
+    return torch.where(is_within, p, 0.0)
+
+
+# importance_sampling -> q w(p / q) of p and the bounds q low and q high, the second None for an
+# infinite one; or None for a weight of 1. A ratio of its own would be infinite where q vanishes.
+WEIGHTS: dict[str, Callable[[Tensor, Any, Any], Tensor] | None] = {
     "none": None,
-    "truncate": lambda ratio, low, high: ratio.clamp(low, high),
-    "mask": lambda ratio, low, high: torch.where((ratio >= low) & (ratio <= high), ratio, 0.0),
+    "truncate": lambda p, low, high: p.clamp(min=low, max=high),
+    "mask": _mask,
 }
 
 
@@ -32,10 +42,8 @@ class SampledTokens(NamedTuple):
     """
 
     advantages: Tensor
-    # (..., K) of the listed words: which entries count, the sampler's log-probabilities, and the
-    # probabilities.
+    # (..., K) of the listed words: which entries count, and the sampler's probabilities.
     listed: Tensor
-    log_q: Tensor
     q: Tensor
     q_tail: Tensor
     # Of the sampled word; None if the weights are 1.
@@ -61,7 +69,7 @@ class SampledTokens(NamedTuple):
         if WEIGHTS[importance[0]] is not None:
             assert sampling_log_prob is not None
             sampled = of_tokens(sampling_log_prob)
-        return SampledTokens(of_tokens(advantages), listed, log_q, q, _tail(q), sampled, importance)
+        return SampledTokens(of_tokens(advantages), listed, q, _tail(q), sampled, importance)
 
     def chunk(self, tokens: slice) -> SampledTokens:
         """Return the values of some tokens, where these have one dimension."""
@@ -74,8 +82,7 @@ class SampledTokens(NamedTuple):
         does not count. The gradient is a constant to autograd.
         """
         log_p = log_prob.detach()
-        kind, *bounds = self.importance
-        weigh = WEIGHTS[kind]
+        weigh = WEIGHTS[self.importance[0]]
         sampled, top = log_p[..., :1], log_p[..., 1:]
         p = torch.where(self.listed, top.exp(), 0.0)
         p_tail, q = _tail(p), self.q
@@ -83,13 +90,18 @@ class SampledTokens(NamedTuple):
         weight = None
         if weigh is not None:
             assert self.sampling_log_prob is not None
-            weight = weigh((sampled - self.sampling_log_prob).exp(), *bounds)
-            q = q * weigh((top - self.log_q).exp(), *bounds)
-            rho = rho * weigh(p_tail / self.q_tail, *bounds)
+            weight = weigh((sampled - self.sampling_log_prob).exp(), *self._bounds(1.0))
+            rho = weigh(p_tail, *self._bounds(self.q_tail)) / p_tail
+            q = weigh(p, *self._bounds(q))
         centre = q - rho * p
         if weight is None:
             return self.advantages * torch.nn.functional.pad(centre, (1, 0), value=-1.0)
         return self.advantages * torch.cat([-weight, centre], -1)
+
+    def _bounds(self, q: Any) -> tuple[Any, Any]:
+        """Return the bounds of p whose ratio to q is within those of the weights."""
+        _, low, high = self.importance
+        return q * low, None if high == math.inf else q * high
 
 
 def losses_of(coefficients: Tensor, log_prob: Tensor) -> Tensor:

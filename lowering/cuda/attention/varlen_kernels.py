@@ -33,6 +33,8 @@ class VarlenTiles:
     num_stages: int
 
 
+# The smallest normal float32.
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 # Bytes of shared memory that a program has on Hopper and on Blackwell's large GPUs.
 LARGE_SHARED_MEMORY = 227 * 1024
 # The most columns of a head: those that `liger_ops.varlen_attention` accepts.
@@ -173,8 +175,9 @@ def _visit_keys(
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if softcap is None:
             # The scale is above 0: the largest product has the largest score, and the scale is part
-            # of the difference below, a multiplication less for each element.
-            score, factor = products, scale * LOG2E
+            # of the difference below, a multiplication less for each element. A factor of 0 would
+            # make NaN of minus infinity.
+            score, factor = products, tl.maximum(scale * LOG2E, SMALLEST)
         else:
             score, factor = scores_of(products, scale, softcap), 1.0
         if MASKED:
