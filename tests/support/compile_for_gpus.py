@@ -55,8 +55,11 @@ TYPES = {
     torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
-# Flag that host code sets if the GPU supports a feature -> the least compute capability.
-CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
+# Flag that host code sets for some GPUs -> their compute capabilities.
+CAPABILITY = {
+    "KNOWN": range(1000), "PREFETCH": range(80, 1000), "DEPENDENT": range(90, 1000),
+    "JOINT": range(90, 100),
+}  # fmt: skip
 
 # The options of a launch that are for the compiler, beside num_warps.
 COMPILER_OPTIONS = ("debug", "sanitize_overflow")
@@ -183,7 +186,7 @@ def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
     """Return the flags that depend on the GPU; without one, host code sets them all to False."""
     cuda = target.backend == "cuda"
     return {
-        name: cuda and target.arch >= least for name, least in CAPABILITY.items() if name in options
+        name: cuda and target.arch in those for name, those in CAPABILITY.items() if name in options
     }
 
 

@@ -154,7 +154,7 @@ def linear_score_centering(
     dtype="float32+x",
     options={
         **OPTIONS, "importance_sampling": tuple(WEIGHTS), "importance_min": AT_LEAST_0,
-        "reduction": REDUCTIONS, "chunk_bytes": ABOVE_0,
+        "importance_max": AT_LEAST_0, "reduction": REDUCTIONS, "chunk_bytes": ABOVE_0,
     },
 )  # fmt: skip
 def linear_score_centering_forward(

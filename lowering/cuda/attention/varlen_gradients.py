@@ -59,14 +59,19 @@ def _varlen_statistics_kernel(
 
 
 @triton.jit
-def _load_statistics(statistics_ptr, query, length, REPEAT: tl.constexpr):
-    # Triton loads a tensor of fewer elements than the program has threads in the layout of its use,
-    # where a thread has 16 of these elements, 4 bytes each time. REPEAT makes the tensor as large
-    # as the program.
-    at = query[:, None, None] * 2 + tl.arange(0, 2)[None, :, None]
-    at += tl.zeros((1, 1, REPEAT), tl.int32)
-    statistics = tl.load(statistics_ptr + at, mask=(query < length)[:, None, None], other=0.0)
-    return tl.split(tl.max(statistics, 2))
+def _load_statistics(statistics_ptr, query, length, REPEAT: tl.constexpr, JOINT: tl.constexpr):
+    if JOINT:
+        # Triton loads a tensor of fewer elements than the program has threads in the layout of its
+        # use, where a thread has 16 of these elements, 4 bytes each time. REPEAT makes the tensor
+        # as large as the program.
+        at = query[:, None, None] * 2 + tl.arange(0, 2)[None, :, None]
+        at += tl.zeros((1, 1, REPEAT), tl.int32)
+        both = tl.load(statistics_ptr + at, mask=(query < length)[:, None, None], other=0.0)
+        lse, delta = tl.split(tl.max(both, 2))
+    else:
+        lse = tl.load(statistics_ptr + query * 2, mask=query < length, other=0.0)
+        delta = tl.load(statistics_ptr + query * 2 + 1, mask=query < length, other=0.0)
+    return lse, delta
 
 
 @triton.jit
@@ -130,7 +135,7 @@ def _varlen_query_gradient_kernel(
     query, cols = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q = load_rows(q_ptr, query, q_t, length, cols, D, True, EVEN_D)
     dy = load_rows(dy_ptr, query, dy_t, length, tl.arange(0, BLOCK_E), E, True, EVEN_E)
-    lse, delta = _load_statistics(statistics_ptr + 2 * (head * T + begin), query, length, 1)
+    lse, delta = _load_statistics(statistics_ptr + 2 * (head * T + begin), query, length, 1, False)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     low, full_low, full_high, high = keys_of_tile(
         first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
@@ -161,7 +166,8 @@ def _varlen_query_gradient_kernel(
 def _visit_queries(
     k, v, dk, dv, key, is_key, q_ptr, dy_ptr, statistics_ptr, q_t, dy_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
-    WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr, REPEAT: tl.constexpr,
+    WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr,
+    REPEAT: tl.constexpr, JOINT: tl.constexpr,
     MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -171,9 +177,9 @@ def _visit_queries(
         query = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, query, q_t, length, cols, D, MASKED, EVEN_D)
         dy = load_rows(dy_ptr, query, dy_t, length, value_cols, E, MASKED, EVEN_E)
-        lse, delta = _load_statistics(statistics_ptr, query, length, REPEAT)
+        lse, delta = _load_statistics(statistics_ptr, query, length, REPEAT, JOINT)
         score = scores_of(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
-        if WANTS_KEY:
+        if WANTS_KEY and JOINT:
             dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         shifted = score - lse[None, :]
         if MASKED:
@@ -185,6 +191,8 @@ def _visit_queries(
         if WANTS_VALUE:
             dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
         if WANTS_KEY:
+            if not JOINT:
+                dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= _slope(score, softcap)
@@ -202,7 +210,7 @@ def _varlen_key_gradient_kernel(
     window_left, window_right, scale, softcap,
     ONLY_HOLES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    REPEAT: tl.constexpr,
+    REPEAT: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     if ONLY_HOLES:  # noqa: SIM102, because `and` would load in both cases.
         if tl.load(holes_ptr) == 0:
@@ -248,19 +256,19 @@ def _varlen_key_gradient_kernel(
         dk, dv = _visit_queries(
             k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
             low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None, REPEAT,
+            dk_ptr is not None, dv_ptr is not None, REPEAT, JOINT,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
             k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
             full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None, REPEAT,
+            dk_ptr is not None, dv_ptr is not None, REPEAT, JOINT,
             False, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
             k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
             full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
-            dk_ptr is not None, dv_ptr is not None, REPEAT,
+            dk_ptr is not None, dv_ptr is not None, REPEAT, JOINT,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     if dk_ptr is not None:

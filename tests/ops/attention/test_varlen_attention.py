@@ -19,7 +19,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 import liger_ops
 import op_checks
-from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention
+from liger_ops.lowering.cuda.attention import cudnn_engine, varlen_attention, varlen_kernels
 from op_table import OPS
 from op_under_test import DEVICE, EVERY_IMPLEMENTATION, FOLDERS, INF, NAN
 from varlen_calls import BACKWARD, FORWARD, call_of, drawn, gradients, ints, run
@@ -460,3 +460,19 @@ def test_every_engine_matches_truth(engine: str, name: str, dtype: torch.dtype) 
         # With a warning, an engine that failed would have been replaced.
         short = arguments._replace(max_seqlen=2)
         assert bool(run("cuda", short)[0].isnan().all()) is (engine != "triton")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has one of the two forms")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_statistics_that_are_loaded_together_give_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"window_left": 5, "softcap": 3.0, "sinks": torch.ones(2)}
+    call = call_of(90, ints(1, 4, 4, 80), 76, width=16, dtype=dtype, engine="triton", **more)
+    dy = torch.randn_like(call.query)
+    masks = ((True, True, True, True), (False, True, False, False), (False, False, True, False))
+    apart = [gradients("cuda", call, dy, mask) for mask in masks]
+    monkeypatch.setattr(varlen_kernels, "joins_statistics", lambda x: True)
+    joint = [gradients("cuda", call, dy, mask) for mask in masks]
+    for one, other in zip(sum(apart, ()), sum(joint, ()), strict=True):
+        assert one is other is None or torch.equal(one, other)
