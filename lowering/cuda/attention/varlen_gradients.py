@@ -48,8 +48,8 @@ def _varlen_statistics_kernel(
     delta = tl.sum(dy * y, 1)
     at = head * T + token
     lse = tl.load(lse_ptr + at, mask=token < T, other=0.0).to(tl.float32)
-    tl.store(statistics_ptr + 2 * at, lse * LOG2E, mask=token < T)
-    tl.store(statistics_ptr + (2 * at + 1), delta, mask=token < T)
+    tl.store(statistics_ptr + at, lse * LOG2E, mask=token < T)
+    tl.store(statistics_ptr + (H * T.to(tl.int64) + at), delta, mask=token < T)
     if dsinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         # Where no key is seen and the sink has no weight, both are minus infinity.
@@ -59,18 +59,21 @@ def _varlen_statistics_kernel(
 
 
 @triton.jit
-def _load_statistics(statistics_ptr, query, length, REPEAT: tl.constexpr, JOINT: tl.constexpr):
+def _load_statistics(
+    statistics_ptr, query, length, size, REPEAT: tl.constexpr, JOINT: tl.constexpr
+):  # fmt: skip
+    # lse of all tokens and heads, `size` of them, is before delta.
     if JOINT:
         # Triton loads a tensor of fewer elements than the program has threads in the layout of its
         # use, where a thread has 16 of these elements, 4 bytes each time. REPEAT makes the tensor
         # as large as the program.
-        at = query[:, None, None] * 2 + tl.arange(0, 2)[None, :, None]
-        at += tl.zeros((1, 1, REPEAT), tl.int32)
+        at = query[:, None, None] + tl.arange(0, 2).to(tl.int64)[None, :, None] * size
+        at += tl.zeros((1, 1, REPEAT), tl.int64)
         both = tl.load(statistics_ptr + at, mask=(query < length)[:, None, None], other=0.0)
         lse, delta = tl.split(tl.max(both, 2))
     else:
-        lse = tl.load(statistics_ptr + query * 2, mask=query < length, other=0.0)
-        delta = tl.load(statistics_ptr + query * 2 + 1, mask=query < length, other=0.0)
+        lse = tl.load(statistics_ptr + query, mask=query < length, other=0.0)
+        delta = tl.load(statistics_ptr + size + query, mask=query < length, other=0.0)
     return lse, delta
 
 
@@ -135,7 +138,10 @@ def _varlen_query_gradient_kernel(
     query, cols = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q = load_rows(q_ptr, query, q_t, length, cols, D, True, EVEN_D)
     dy = load_rows(dy_ptr, query, dy_t, length, tl.arange(0, BLOCK_E), E, True, EVEN_E)
-    lse, delta = _load_statistics(statistics_ptr + 2 * (head * T + begin), query, length, 1, False)
+    size = tl.num_programs(1).to(tl.int64) * T
+    lse, delta = _load_statistics(
+        statistics_ptr + (head * T + begin), query, length, size, 1, False
+    )  # fmt: skip
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     low, full_low, full_high, high = keys_of_tile(
         first, tl.minimum(first + BLOCK_M, length), keys, window_left, window_right, BLOCK_N
@@ -164,7 +170,7 @@ def _varlen_query_gradient_kernel(
 
 @triton.jit
 def _visit_queries(
-    k, v, dk, dv, key, is_key, q_ptr, dy_ptr, statistics_ptr, q_t, dy_t,
+    k, v, dk, dv, key, is_key, q_ptr, dy_ptr, statistics_ptr, size, q_t, dy_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
     WANTS_KEY: tl.constexpr, WANTS_VALUE: tl.constexpr,
     REPEAT: tl.constexpr, JOINT: tl.constexpr,
@@ -177,7 +183,7 @@ def _visit_queries(
         query = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, query, q_t, length, cols, D, MASKED, EVEN_D)
         dy = load_rows(dy_ptr, query, dy_t, length, value_cols, E, MASKED, EVEN_E)
-        lse, delta = _load_statistics(statistics_ptr, query, length, REPEAT, JOINT)
+        lse, delta = _load_statistics(statistics_ptr, query, length, size, REPEAT, JOINT)
         score = scores_of(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
         if WANTS_KEY and JOINT:
             dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
@@ -248,25 +254,26 @@ def _varlen_key_gradient_kernel(
         key_mask_ptr += begin
         full_low, full_high = without_full_tiles(holes_ptr, low, full_low, full_high)
     is_key = is_key_of(key_mask_ptr, key[:, None], keys)
+    size = tl.num_programs(1).to(tl.int64) * group * T
     for i in tl.range(0, group):
         head = key_head * group + i
         q = q_ptr + (begin * q_t + head * q_h)
         dy = dy_ptr + (begin * dy_t + head * dy_h)
-        statistics = statistics_ptr + 2 * (head * T + begin)
+        statistics = statistics_ptr + (head * T + begin)
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, statistics, size, q_t, dy_t,
             low, full_low, length, keys, D, E, window_left, window_right, scale, softcap,
             dk_ptr is not None, dv_ptr is not None, REPEAT, JOINT,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, statistics, size, q_t, dy_t,
             full_low, full_high, length, keys, D, E, window_left, window_right, scale, softcap,
             dk_ptr is not None, dv_ptr is not None, REPEAT, JOINT,
             False, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            k, v, dk, dv, key, is_key, q, dy, statistics, q_t, dy_t,
+            k, v, dk, dv, key, is_key, q, dy, statistics, size, q_t, dy_t,
             full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
             dk_ptr is not None, dv_ptr is not None, REPEAT, JOINT,
             True, EVEN_D, EVEN_E, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
@@ -280,11 +287,11 @@ def _varlen_key_gradient_kernel(
 
 
 def statistics_of(call: Any, dsinks: Tensor | None, holes: Tensor | None = None) -> Tensor:
-    """Return lse to the base 2 and delta, (H, T, 2) in float32, and write the sinks' gradient into
+    """Return lse to the base 2 and delta, (2, H, T) in float32, and write the sinks' gradient into
     `dsinks`, if given. With `holes`, they are computed only if there are holes."""
     dy, y = unit_stride(call.dy), unit_stride(call.y)
     T, H, E = y.shape
-    statistics = torch.empty(H, T, 2, dtype=torch.float32, device=y.device)
+    statistics = torch.empty(2, H, T, dtype=torch.float32, device=y.device)
     programs = cdiv(T, TOKENS)
     partial = None if dsinks is None else statistics.new_empty(programs, H)
     launch(

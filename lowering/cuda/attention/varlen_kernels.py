@@ -258,6 +258,16 @@ def _varlen_forward_kernel(
     tl.store(lse_ptr + (head * T + begin + query), lse, mask=query < length)
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Return whether x is on a Hopper GPU: what was timed there alone is not for others.
+
+    Such are the tiles of heads of 64, and JOINT: the kernel of dkey and dvalue loads a query's
+    statistics together, and begins with both of its first products. Heads of 64 take 1.25 ms so
+    and 1.84 ms otherwise. For an A100 the compiler spills 90 loads in each turn of the loop so.
+    """
+    return on_nvidia(x) and compute_capability(x) == 9
+
+
 def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
     """Plan the tiles of a kernel, "forward", "query" or "key", for heads of D elements.
 
@@ -278,17 +288,11 @@ def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
             "forward": VarlenTiles(128, 64, 8, 2), "query": VarlenTiles(128, 64, 8, 1),
             "key": VarlenTiles(64, 64, 8, 2),
         }[kind]  # fmt: skip
+    if kind == "forward" and D > 64:
+        return VarlenTiles(128, 128, 8, 2)
     if kind == "forward":
-        return VarlenTiles(128, 128, 8, 2) if D > 64 else VarlenTiles(128, 64, 4, 3)
-    return VarlenTiles(64, 64, 4, 3 if kind == "key" and D <= 64 else 2)
-
-
-def joins_statistics(x: Tensor) -> bool:
-    """Return whether the kernel of dkey and dvalue loads a query's statistics together, and begins
-    with both of its first products: on Hopper, where heads of 64 take 1.25 ms so, and 1.84 ms
-    otherwise. For an A100 the compiler then spills 90 loads in each turn of the loop, and none
-    otherwise."""
-    return on_nvidia(x) and compute_capability(x) == 9
+        return VarlenTiles(128 if on_hopper(x) else 64, 64, 4, 3)
+    return VarlenTiles(64, 64, 4, 3 if kind == "key" and D <= 64 and on_hopper(x) else 2)
 
 
 def documents_of(call: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -327,7 +331,7 @@ class Launches:
         if kind == "key":
             # Two statistics of each query, at least as many as threads.
             repeat = max(1, 32 * tiles.num_warps // (2 * tiles.BLOCK_M))
-            own = {"REPEAT": repeat, "JOINT": joins_statistics(self.query)}
+            own = {"REPEAT": repeat, "JOINT": on_hopper(self.query)}
         strides = (n for x in strided for n in ((0, 0) if x is None else x.stride()[:2]))
         launch(
             kernel, (self.T // block + self.count + 2, heads), self.query,

@@ -464,7 +464,7 @@ def test_every_engine_matches_truth(engine: str, name: str, dtype: torch.dtype) 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has one of the two forms")
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_statistics_that_are_loaded_together_give_the_same_bits(
+def test_what_is_for_hopper_gives_the_same_gradients(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"window_left": 5, "softcap": 3.0, "sinks": torch.ones(2)}
@@ -472,7 +472,9 @@ def test_statistics_that_are_loaded_together_give_the_same_bits(
     dy = torch.randn_like(call.query)
     masks = ((True, True, True, True), (False, True, False, False), (False, False, True, False))
     apart = [gradients("cuda", call, dy, mask) for mask in masks]
-    monkeypatch.setattr(varlen_kernels, "joins_statistics", lambda x: True)
+    monkeypatch.setattr(varlen_kernels, "on_hopper", lambda x: True)
     joint = [gradients("cuda", call, dy, mask) for mask in masks]
     for one, other in zip(sum(apart, ()), sum(joint, ()), strict=True):
-        assert one is other is None or torch.equal(one, other)
+        assert (one is None) == (other is None)
+        # Tiles of other sizes begin windows at other keys.
+        assert one is None or (one - other).abs().max() <= 0.02 * other.abs().max()
