@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from launch_cases import LaunchCase, launched
+from launch_cases import BF16, LaunchCase, launched
 from liger_ops import library
 from toolchain import ARCH, UB_BYTES, VECTOR_CORES
 
@@ -159,3 +159,14 @@ def calls_of(
                 args = case.op.backward_args if backward else case.op.forward_args
                 kernel(*args(case.case, tensors))
             yield Call(names[kernel], case, backward, tuple(launches))
+
+
+def plain_launches(cores: int, ub_bytes: int) -> dict[str, dict[str, tuple[str, Launch]]]:
+    """Return the launches of each kernel in bfloat16 and without options, by their keys, with the
+    label of the first call that has one."""
+    found: dict[str, dict[str, tuple[str, Launch]]] = {}
+    cases = (case for case in launched() if case.plain and case.case.dtype is BF16)
+    for call in calls_of(cases, cores, ub_bytes):
+        for launch in call.launches:
+            found.setdefault(launch.kernel, {}).setdefault(launch.key, (call.label, launch))
+    return found

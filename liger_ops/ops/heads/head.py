@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...invariant_mode import is_invariant
+from ...torch_private import are_functorch_transforms_active
 from ..tensors import is_eager
 
 # Device type -> the device's own `scale`, for any dtype but float64.
@@ -179,6 +180,8 @@ def cast_as_linear(
 def needed_gradients(tensors: Sequence[Tensor | None], reduction: str) -> list[bool]:
     """Return for each of the head's tensors whether the forward should compute its gradient."""
     in_forward = torch.is_grad_enabled() and reduction != "none"
+    # Transforms differentiate the definition, and would not use the forward's gradients.
+    in_forward = in_forward and not are_functorch_transforms_active()
     return [in_forward and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 

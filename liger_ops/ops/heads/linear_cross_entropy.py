@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import ABOVE_0
-from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import OPTIONS, RESULTS
 from .gradients import gradients_of_definition
 from .head import (
@@ -128,9 +127,6 @@ def linear_cross_entropy(
     x, weight, bias = cast_as_linear(x, weight, bias)
     lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
     mask = needed_gradients((x, weight, bias, lora_x, lora_b), reduction)
-    if are_functorch_transforms_active():
-        # Transforms differentiate the definition, and would not use the forward's gradients.
-        mask = [False] * 5
     with gradients_are_private():
         return linear_cross_entropy_forward(
             x, weight, target, bias, class_weight, token_weight, num_items_in_batch,
@@ -223,18 +219,13 @@ def linear_cross_entropy_forward(
     )  # fmt: skip
 
 
-class _CrossEntropyFormula(PrecomputedFormula):
-    def items(self, call: Any) -> Tensor | int:
-        return divisor(call, call.total_weight)
-
-
 @library.backward(
     "linear_cross_entropy_forward",
     "dloss? dz_loss? dlse? dtarget_logit? x weight target bias class_weight token_weight"
     " num_items_in_batch lse lse_error total_weight dx? dweight? dbias? ... output_mask"
     " lora_x= lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x dlora_b",
     returns=GRADIENTS,
-    formula=_CrossEntropyFormula,
+    formula=PrecomputedFormula,
 )
 def linear_cross_entropy_backward(call: Any) -> Any:
     """Compute the gradient of `linear_cross_entropy_forward`.

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import ABOVE_0, FINITE_AT_LEAST_0, POSITIVE, Options
-from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import REDUCTIONS
 from ..losses.divergence import OPTIONS as DIVERGENCE
 from .gradients import gradients_of_definition
@@ -236,9 +235,6 @@ def linear_divergence(
         )
     head = (student_x, student_weight, student_bias, lora_x, lora_b)
     mask = needed_gradients(head, reduction)
-    if are_functorch_transforms_active():
-        # Transforms differentiate the definition, and would not use the forward's gradients.
-        mask = [False] * 5
     with gradients_are_private():
         return linear_divergence_forward(
             student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,

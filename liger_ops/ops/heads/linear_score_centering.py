@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import ABOVE_0, AT_LEAST_0
-from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import REDUCTIONS
 from ..losses.log_prob import OPTIONS
 from ..losses.score_centering import WEIGHTS, SampledTokens, losses_of
@@ -132,9 +131,6 @@ def linear_score_centering(
     x, weight, bias = cast_as_linear(x, weight, bias)
     lora_x, lora_b = lora_input("linear_score_centering", x, weight, lora_a, lora_b, lora_scale)
     mask = needed_gradients((x, weight, bias, lora_x, lora_b), reduction)
-    if are_functorch_transforms_active():
-        # Transforms differentiate the definition, and would not use the forward's gradients.
-        mask = [False] * 5
     with gradients_are_private():
         return linear_score_centering_forward(
             x, weight, target, words, sampling_top_log_prob, advantages, bias, sampling_log_prob,
@@ -217,11 +213,6 @@ def linear_score_centering_forward(
     return *results_of(call, tokens, parts), *shaped(gradients.results(), call)
 
 
-class _ScoreCenteringFormula(PrecomputedFormula):
-    def items(self, call: Any) -> Tensor | int:
-        return divisor(call, call.total_weight)
-
-
 @library.backward(
     "linear_score_centering_forward",
     "dloss? dlog_prob? dlse? x weight target words sampling_top_log_prob bias num_items_in_batch"
@@ -229,7 +220,7 @@ class _ScoreCenteringFormula(PrecomputedFormula):
     " -importance_min -importance_max output_mask lora_x= lora_b= dlora_x= dlora_b="
     " -> dx dweight dbias dlora_x dlora_b",
     returns=GRADIENTS,
-    formula=_ScoreCenteringFormula,
+    formula=PrecomputedFormula,
 )
 def linear_score_centering_backward(call: Any) -> Any:
     """Compute the gradient of `linear_score_centering_forward`.

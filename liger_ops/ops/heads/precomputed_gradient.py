@@ -26,7 +26,7 @@ from ...torch_private import (
     len_torch_dispatch_stack,
     top_saved_tensors_default_hooks,
 )
-from .head import GRADIENTS, factors_of, scale_, scaled
+from .head import GRADIENTS, divisor, factors_of, scale_, scaled
 
 # Not float64: there gradients are checked (gradcheck), and a second backward, which computes the
 # gradient again, would have to agree with the first to the last bit.
@@ -82,7 +82,7 @@ class PrecomputedFormula(Formula):
 
     def items(self, call: Any) -> Tensor | int:
         """Return the number by which the reduction of the backward op's call divides."""
-        raise NotImplementedError
+        return divisor(call, call.total_weight)
 
     def factor(self, call: Any) -> Tensor:
         """Return the factor, (1, 1), by which the backward op of this call multiplies dweight."""

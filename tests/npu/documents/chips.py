@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 
-from launch_cases import BF16, launched
-from launches import Launch, calls_of
+from launches import plain_launches
 from lower import lower
 from plan import ARGUMENTS, TARGET, Planned, plan
 from report import table
@@ -75,14 +74,8 @@ class Tried:
 def tried(chip: str) -> list[Tried]:
     """Plan three launches of each kernel for a chip, by each version that has a compiler for it."""
     cores, ub_bytes = OTHER_CHIPS[chip]
-    cases = (case for case in launched() if case.plain and case.case.dtype is BF16)
-    by_kernel: dict[str, dict[str, tuple[str, Launch]]] = {}
-    for call in calls_of(cases, cores, ub_bytes):
-        for launch in call.launches:
-            of_kernel = by_kernel.setdefault(launch.kernel, {})
-            of_kernel.setdefault(launch.key, (call.label, launch))
     launches = {}
-    for of_kernel in by_kernel.values():
+    for of_kernel in plain_launches(cores, ub_bytes).values():
         keys = list(of_kernel)
         for key in (keys[0], keys[len(keys) // 2], keys[-1]):
             launches[key] = of_kernel[key]

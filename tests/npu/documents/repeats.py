@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
-from launch_cases import BF16, launched
-from launches import Launch, calls_of
+from launches import plain_launches
 from lower import lower
 from plan import compile_anew, read
 from report import table
@@ -83,16 +82,15 @@ def code_of(text: str) -> Code:
 
 def repeated(names: Sequence[str]) -> list[Repeated]:
     """Compile one launch of each kernel several times by each version."""
-    cases = (case for case in launched() if case.plain and case.case.dtype is BF16)
-    by_kernel: dict[str, dict[str, Launch]] = {}
-    for call in calls_of(cases, VECTOR_CORES, UB_BYTES):
-        for launch in call.launches:
-            if not names or any(name in launch.kernel for name in names):
-                by_kernel.setdefault(launch.kernel, {}).setdefault(launch.key, launch)
+    by_kernel = {
+        kernel: [launch for _, launch in launches.values()]
+        for kernel, launches in plain_launches(VECTOR_CORES, UB_BYTES).items()
+        if not names or any(name in kernel for name in names)
+    }
 
     def compile_all(work: tuple[str, str]) -> Repeated:
         kernel, version = work
-        launches = list(by_kernel[kernel].values())
+        launches = by_kernel[kernel]
         mlir = lower(launches[len(launches) // 2]).mlir
         codes = [code_of(compile_anew(mlir, version)[0]) for _ in range(TIMES)]
         return Repeated(kernel, version, codes)
