@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ def test_a_quick_run_executes_every_part_and_reports_no_time_of_a_cpu(
     for way, result in curves.items():
         assert (torch.tensor(result["losses"]) - exact).abs().max() < 0.02
         assert bool(result["ops"]) == (way in ("fused", "liger"))
-    assert "[1/8]    0 s  steps tiny none eager ..." in said
+    assert "0.0 min, 1/8: steps tiny none eager ..." in said
 
 
 def quick_steps(folder: Path, *more: object) -> int:
@@ -86,86 +88,30 @@ def quick_steps(folder: Path, *more: object) -> int:
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The outcomes of ways, in place of their processes, and in "ran" the ways that ran."""
-    outcomes: dict[str, Any] = {"ran": []}
-
-    class Step:
-        def __init__(self, way: str, options: Any, environment: Any) -> None:
-            self.way = way
-
-        def measured(self, timeout: float) -> dict[str, Any]:
-            outcomes["ran"].append(self.way)
-            outcome = outcomes.get(self.way, STEP)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return dict(outcome)
-
-        def end(self) -> None:
-            outcomes.setdefault("ended", []).append(self.way)
-
-    monkeypatch.setattr(command_line, "FreshStep", Step)
-    return outcomes
-
-
-def test_an_interrupted_run_goes_on(tmp_path: Path, ways: dict[str, Any]) -> None:
-    ways["fused"] = KeyboardInterrupt()
-    assert quick_steps(tmp_path) == 0
-    text = next(tmp_path.glob("*.md")).read_text()
-    assert "7 of 8 measurements" in text and "- steps tiny none: fused" in text
-    ways |= {"fused": STEP, "ran": []}
-    assert quick_steps(tmp_path) == 0
-    assert ways["ran"] == ["fused"]
-    text = next(tmp_path.glob("*.md")).read_text()
-    assert "6 of 8 measurements" in text
-
-
-def test_what_fails_is_recorded_and_does_not_end_the_run(
-    tmp_path: Path, ways: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    ways["eager"] = {"error": "torch.OutOfMemoryError: CUDA out of memory"}
-    assert quick_steps(tmp_path) == 0
-    ways["fused"] = {"error": "RuntimeError: broken"}
-    (tmp_path / "quick_steps_tiny_none_fused.json").unlink()
-    assert quick_steps(tmp_path) == 1
-    assert "step of tiny, none, fused: RuntimeError: broken" in capsys.readouterr().err
-    text = next(tmp_path.glob("*.md")).read_text()
-    assert "| Llama (`tiny`) | failed | failed |" in text
-    assert "- step of tiny, none, eager: torch.OutOfMemoryError: CUDA out of memory" in text
-    ways |= {"eager": STEP, "fused": STEP, "ran": []}
-    assert quick_steps(tmp_path) == 1 and ways["ran"] == []
-    assert quick_steps(tmp_path, "--retry") == 0 and ways["ran"] == ["eager", "fused"]
-    assert "What failed" not in next(tmp_path.glob("*.md")).read_text()
-
-
-def test_a_run_ends_when_its_time_is_over(
-    tmp_path: Path, ways: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    quick_steps(tmp_path)
-    (tmp_path / "quick_steps_tiny_none_fused.json").unlink()
-    ways["ran"].clear()
-    assert quick_steps(tmp_path, "--minutes", "1e-12") == 0
-    assert ways["ran"] == []
-    assert "the time is over, 1 measurements are left" in capsys.readouterr().err
-    # The page alone.
-    assert quick_steps(tmp_path, "--minutes", "0") == 0 and ways["ran"] == []
-
-
-def test_a_process_that_dies_is_a_failure_of_its_measurement_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[list[str]] = []
+def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Name of a measurement -> the outcome of its process, in place of one, in which a record of
+    STEP is made by default; and in "made" the names of those that were made, a list a process."""
+    outcomes: dict[str, Any] = {"made": []}
 
     class Process:
-        def __init__(self, arguments: list[str]) -> None:
+        def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
             self.names = arguments[arguments.index("--one") + 1 : arguments.index("--records")]
+            self.gpu = environment.get("CUDA_VISIBLE_DEVICES")
 
         def outcome(self, timeout: float) -> Any:
-            made.append(self.names)
-            for name in self.names[:1] if len(made) == 1 else self.names:
-                result = {"losses": LOSSES, "ops": {}, "size": [4, 1, 2]}
-                store(tmp_path, recorded(name, result, "CPU"))
-            return {"error": "exit status -11, no message"} if len(made) == 1 else ""
+            outcomes["made"].append(self.names)
+            for name in self.names:
+                outcome = outcomes.get(name, STEP)
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                if isinstance(outcome, str):
+                    return {"error": outcome}
+                time.sleep(0.01)
+                store(tmp_path, recorded(name, STEP | {"gpu": self.gpu}, "CPU"))
+            return ""
+
+        def kill(self) -> None:
+            pass
 
         def end(self) -> None:
             pass
@@ -173,11 +119,94 @@ def test_a_process_that_dies_is_a_failure_of_its_measurement_alone(
     monkeypatch.setattr(command_line, "FreshProcess", Process)
     monkeypatch.setattr(command_line, "device_name", lambda: "CPU")
     monkeypatch.setattr("liger_ops.bench.report.plan.device_name", lambda: "CPU")
-    assert report("--quick", "--only", "curves", "--records", tmp_path) == 0
+    return outcomes
+
+
+def step(way: str) -> str:
+    return f"quick_steps_tiny_none_{way}"
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, outcomes: dict[str, Any]) -> None:
+    outcomes[step("fused")] = KeyboardInterrupt()
+    assert quick_steps(tmp_path) == 0
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "7 of 8 measurements" in text and "- steps tiny none: fused" in text
+    outcomes |= {step("fused"): STEP, "made": []}
+    assert quick_steps(tmp_path) == 0
+    assert outcomes["made"] == [[step("fused")]]
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "6 of 8 measurements" in text
+
+
+def test_what_fails_is_recorded_and_does_not_end_the_run(
+    tmp_path: Path, outcomes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes[step("eager")] = "torch.OutOfMemoryError: CUDA out of memory"
+    assert quick_steps(tmp_path) == 0
+    outcomes[step("fused")] = "RuntimeError: broken"
+    (tmp_path / f"{step('fused')}.json").unlink()
+    assert quick_steps(tmp_path) == 1
+    assert "step of tiny, none, fused: RuntimeError: broken" in capsys.readouterr().err
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "| Llama (`tiny`) | failed | failed |" in text
+    assert "- step of tiny, none, eager: torch.OutOfMemoryError: CUDA out of memory" in text
+    outcomes |= {step("eager"): STEP, step("fused"): STEP, "made": []}
+    assert quick_steps(tmp_path) == 1 and outcomes["made"] == []
+    assert quick_steps(tmp_path, "--retry") == 0
+    assert outcomes["made"] == [[step("eager")], [step("fused")]]
+    assert "What failed" not in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_a_run_ends_when_its_time_is_over(
+    tmp_path: Path, outcomes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick_steps(tmp_path)
+    (tmp_path / f"{step('fused')}.json").unlink()
+    outcomes["made"].clear()
+    assert quick_steps(tmp_path, "--minutes", "1e-12") == 0
+    assert outcomes["made"] == []
+    assert "the time is over, 1 measurements are left" in capsys.readouterr().err
+    # The page alone.
+    assert quick_steps(tmp_path, "--minutes", "0") == 0 and outcomes["made"] == []
+
+
+def test_a_process_that_dies_is_a_failure_of_its_measurement_alone(
+    tmp_path: Path, outcomes: dict[str, Any]
+) -> None:
     names = [f"quick_curves_llama-3.2-1b_{way}" for way in CURVE_WAYS]
-    assert made == [names, names[2:]]
+    outcomes[names[1]] = "exit status -11, no message"
+    assert report("--quick", "--only", "curves", "--records", tmp_path) == 0
+    assert outcomes["made"] == [names, names[2:]]
     errors = {name: found.error for name, found in load(tmp_path).items()}
     assert errors == dict.fromkeys(names, "") | {names[1]: "exit status -11, no message"}
+
+
+def test_gpus_measure_at_once_and_a_model_and_way_have_a_process(
+    tmp_path: Path, outcomes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = [one for one in plan() if one.part == "steps" and one.words[0] == "mistral"]
+    monkeypatch.setattr(command_line, "quick_plan", lambda on_gpu: planned)
+    monkeypatch.setattr(command_line, "_gpus", lambda count: ["0", "1"])
+    monkeypatch.setattr(command_line, "lacks", lambda package, on_gpu: "")
+    assert quick_steps(tmp_path, "--gpus", 2) == 0
+    records = load(tmp_path)
+    assert records.keys() == {one.name for one in planned}
+    assert {found.result["gpu"] for found in records.values()} == {"0", "1"}
+    assert sorted(map(len, outcomes["made"])) == [1, 1, 1, 4, 4]
+    for names in outcomes["made"]:
+        assert len({records[name].result["gpu"] for name in names}) == 1
+    assert [f"steps_mistral_{batch}_liger" for batch in BATCHES] in outcomes["made"]
+
+
+def test_the_records_beside_a_page_can_be_taken(tmp_path: Path, outcomes: dict[str, Any]) -> None:
+    assert quick_steps(tmp_path, "--page", tmp_path / "page.md") == 0
+    made, other = load(tmp_path), tmp_path / "other"
+    newer = replace(made[step("eager")], at="2026-02-03 04:05:06")
+    other.mkdir()
+    store(other, newer)
+    outcomes["made"].clear()
+    assert quick_steps(other, "--take", tmp_path / "page.jsonl", "--minutes", "0") == 0
+    assert outcomes["made"] == [] and load(other) == made | {newer.name: newer}
 
 
 def recorded(name: str, result: dict[str, Any], device: str = GPU, **more: Any) -> Record:
@@ -190,15 +219,15 @@ def recorded(name: str, result: dict[str, Any], device: str = GPU, **more: Any) 
 
 
 def test_a_page_shows_the_figures_of_a_gpu(tmp_path: Path) -> None:
-    def step(way: str, **changes: Any) -> Record:
+    def padded(way: str, **changes: Any) -> Record:
         return recorded(f"steps_qwen3_padded_{way}", STEP | changes)
 
     curve = [3.0, 2.0] * 20
     found = [
-        step("compile", ms=260.0),
-        replace(step("liger"), commit="def+"),
-        step("fused", losses=[5.5, 5.4, 5.3, 5.25]),
-        step("liger-kernel", losses=[float("nan")] * 4),
+        padded("compile", ms=260.0),
+        replace(padded("liger"), commit="def+"),
+        padded("fused", losses=[5.5, 5.4, 5.3, 5.25]),
+        padded("liger-kernel", losses=[float("nan")] * 4),
         recorded("steps_gemma3_padded_liger", STEP),
         *(
             recorded(f"curves_qwen3_{way}", {"losses": losses, "ops": {}, "size": [40, 8, 512]})
@@ -252,7 +281,12 @@ def test_the_plan_has_ten_families_under_every_batch_and_each_measurement_once()
     }
     assert len({one.name for one in planned}) == len(planned)
     # The README's table comes first.
-    assert [one.words[:2] for one in planned[:7]] == [("llama-3.2-1b", "none")] * 7
+    assert {one.words[0] for one in planned[:20]} == {"llama-3.2-1b"}
+    # Those of a process are made one after another, and begin without a mask.
+    groups = [(name, [*group]) for name, group in groupby(planned, key=lambda one: one.process)]
+    assert len({name for name, _ in groups}) == len(groups)
+    for _, group in groups:
+        assert group[0].part != "steps" or group[0].words[1] == "none"
 
 
 @pytest.mark.parametrize("family", CURVES)
@@ -265,10 +299,10 @@ def test_the_ways_of_a_curve_begin_with_the_same_parameters(family: str) -> None
 
 
 def test_the_text_is_a_whole_book_with_its_licence_beside_it() -> None:
-    text = measured.TEXT.read_bytes()
+    text = measured.BOOK.read_bytes()
     assert text.isascii() and 400_000 < len(text) < 500_000
     assert text.startswith(b"PARADISE LOST\nBOOK I.") and text.rstrip().endswith(b"THE END.")
-    licence = measured.TEXT.with_name("paradise_lost_license.txt").read_text()
+    licence = measured.BOOK.with_name("paradise_lost_license.txt").read_text()
     assert "public domain" in licence
 
 
@@ -278,6 +312,7 @@ def test_the_text_is_a_whole_book_with_its_licence_beside_it() -> None:
         ([], "PyTorch finds no GPU on this machine; --quick tries every part on a CPU"),
         (["--only", "steps,tails"], "part 'tails' is none of steps, curves, heads, kernels"),
         (["--minutes", "0"], "--minutes 0 needs --records"),
+        (["--quick", "--gpus", "2", "--records", "{folder}/new"], "--gpus 2: 1 is here"),
         (["--minutes", "0", "--records", "{folder}"], "holds no records"),
         (["--quick", "--records", "{folder}/gpu"], f"holds records of {GPU}, and this is CPU"),
         (["--quick", "--records", "{folder}/both"], "holds records of several devices: A, B"),

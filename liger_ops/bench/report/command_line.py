@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ import torch
 
 from ..command_line import Parser
 from ..providers import one_line
-from ..steps.model import FreshProcess, FreshStep, lacks, wait_to_be_called
-from ..steps.models import TEXT
+from ..steps.model import NEEDS, FreshProcess, lacks, wait_to_be_called
 from . import page
 from .measured import measured
 from .plan import (
@@ -31,21 +32,26 @@ from .plan import (
     load,
     plan,
     quick_plan,
+    read,
     record,
+    save_all,
     store,
+    take_all,
 )
 
 DESCRIPTION = """\
 Measure this machine's GPU within an hour, and write one page about it: training steps of ten
 families beside eager, torch.compile and Liger-Kernel, where it is installed; loss curves on
-Milton's Paradise Lost; heads; kernels. Each measurement runs in a process of its own and is stored
-as a file of --records as soon as it is made. A run that was interrupted goes on where it stopped,
-on another machine with the same GPU too, if the folder is copied there.
+Milton's Paradise Lost; heads; kernels. Each model and way, and each op, has a process of its own,
+and each measurement is stored as a file of --records as soon as it is made. A run that was
+interrupted goes on where it stopped, on another machine with the same GPU too, if the folder is
+copied there. All records are written to a file beside the page, too, from which --take reads them.
 """
 EXAMPLES = """\
 examples:
   python -m liger_ops.bench report                            an hour, then docs/reports/<gpu>.md
   python -m liger_ops.bench report --only steps --minutes 8   a part of it
+  python -m liger_ops.bench report --gpus 4                   the same on four GPUs at once
   python -m liger_ops.bench report --records DIR --minutes 0  the page from what is there
   python -m liger_ops.bench report --quick                    every part at tiny sizes, on a CPU too
 
@@ -84,7 +90,11 @@ def _parser() -> Parser:
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="begin no measurement later; %(default)s"
     )
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="measure on so many at once; %(default)s"
+    )
     parser.add_argument("--records", type=Path, help="default: runs/report-<gpu>")
+    parser.add_argument("--take", type=Path, metavar="FILE", help="first take a page's records")
     parser.add_argument("--page", type=Path, help="default: docs/reports/<gpu>.md")
     parser.add_argument("--retry", action="store_true", help="measure again what failed")
     parser.add_argument("--commit", help="what is measured, where git cannot say it")
@@ -105,6 +115,8 @@ def _report(options: argparse.Namespace, program: str) -> int:
     quick = "quick-" if options.quick else ""
     folder = options.records or Path("runs") / f"report-{quick}{page.slug(here)}"
     folder.mkdir(parents=True, exist_ok=True)
+    if options.take:
+        take_all(options.take, folder)
     records = load(folder)
     device = next((found.device for found in records.values()), here)
     if measures and device != here:
@@ -114,7 +126,7 @@ def _report(options: argparse.Namespace, program: str) -> int:
         wanted = [measurement for measurement in planned if measurement.part in parts]
         run = _Measuring(folder, records, options.commit or commit_here(), options.retry)
         try:
-            run.all(wanted, 60 * options.minutes)
+            run.all(wanted, 60 * options.minutes, _gpus(options.gpus))
         except KeyboardInterrupt:
             _say("interrupted; the same command goes on")
         records = load(folder)
@@ -123,10 +135,22 @@ def _report(options: argparse.Namespace, program: str) -> int:
     name = f"{page.slug(device)}.md"
     file = options.page or (folder / name if options.quick else Path("docs/reports") / name)
     failed = page.write(file, planned, records, _command(options))
-    _say(f"wrote {file}, from the records in {folder}")
+    save_all(file.with_suffix(".jsonl"), records)
+    _say(f"wrote {file}, from the records in {folder}, and beside it those records")
     for text in failed:
         print(f"{program}: {text}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _gpus(count: int) -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES is in the processes of each GPU."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 1
+    if not 0 < count <= there:
+        raise ValueError(f"--gpus {count}: {there} {'is' if there == 1 else 'are'} here")
+    if count == 1:
+        return [os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))
+    return visible.split(",")[:count]
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -138,131 +162,128 @@ def _say(text: str) -> None:
 
 
 class _Measuring:
-    """A run that measures what has no record."""
+    """A run that measures what has no record, on several GPUs at once if they are there."""
 
     def __init__(self, folder: Path, records: dict[str, Record], commit: str, retry: bool) -> None:
         self.folder, self.commit = folder, commit
         self.done = {name for name, found in records.items() if not (retry and found.error)}
         self.on_cpu = is_cpu(device_name())
-        self.lacking = lacks("liger-kernel", not self.on_cpu)
+        self.is_over = False
+        self.lock = threading.Lock()
+        self.processes: set[_Process] = set()
 
-    def all(self, wanted: Sequence[Measurement], seconds: float) -> None:
-        if self.lacking:
-            _say(f"liger-kernel {self.lacking}: it is not measured")
-            wanted = [one for one in wanted if one.words[-1] != "liger-kernel"]
-        began, left = time.perf_counter(), [one for one in wanted if one.name not in self.done]
-        _say(f"{len(wanted)} measurements, {len(wanted) - len(left)} of them made earlier")
-        process = ahead = None
+    def all(self, wanted: Sequence[Measurement], seconds: float, gpus: Sequence[str]) -> None:
+        for way, package in NEEDS.items():
+            of_way = [one for one in wanted if one.words[-1] == way]
+            if of_way and (lacking := lacks(package, not self.on_cpu)):
+                _say(f"{package} {lacking}: it is not measured")
+                wanted = [one for one in wanted if one not in of_way]
+        self.left = [one for one in wanted if one.name not in self.done]
+        self.began, self.seconds, self.total = time.perf_counter(), seconds, len(wanted)
+        _say(f"{len(wanted)} measurements, {len(wanted) - len(self.left)} of them made earlier")
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            workers = [pool.submit(self._measure_on, gpu) for gpu in gpus]
+            try:
+                for worker in workers:
+                    worker.result()
+            finally:
+                with self.lock:
+                    self.is_over = True
+                    for process in self.processes:
+                        process.fresh.kill()
+        if self.left:
+            _say(f"{self._minutes()}: the time is over, {len(self.left)} measurements are left")
+
+    def _measure_on(self, gpu: str) -> None:
+        """Make measurements until none is left or the time is over."""
+        ahead = self._next(gpu)
         try:
-            while left:
-                spent = time.perf_counter() - began
-                if spent > seconds:
-                    _say(
-                        f"{spent / 60:.1f} min: the time is over, {len(left)} measurements are left"
-                    )
-                    return
-                number = len(wanted) - len(left) + 1
-                _say(f"[{number}/{len(wanted)}] {spent:4.0f} s  {left[0]} ...")
-                process = ahead or self._process(left)
-                left = left[len(process.batch) :]
+            while (process := ahead) is not None and not self._is_late():
+                _say(f"{self._minutes()}, {process.number}/{self.total}: {process} ...")
                 # It imports while this one is measured.
-                ahead = self._process(left) if left else None
-                done = process.records()
-                for found in done:
-                    _say(f"          {page.told(found)}")
-                names = {one.name for one in done}
-                if undone := [one for one in process.batch if one.name not in names]:
-                    left = undone + left
-                    if ahead is not None:
-                        ahead.end()
-                        ahead = None
+                ahead = None
+                ahead = self._next(gpu)
+                done = self._records_of(process)
+                names = {found.name for found in done}
+                with self.lock:
+                    self.left[:0] = [one for one in process.batch if one.name not in names]
+                ahead = ahead or self._next(gpu)
         finally:
-            for one in (process, ahead):
-                if one is not None:
-                    one.end()
+            if ahead is not None:
+                ahead.end()
+                with self.lock:
+                    self.left[:0] = ahead.batch
 
-    def _process(self, left: Sequence[Measurement]) -> _Process:
-        return (_StepProcess if left[0].part == "steps" else _OtherProcess)(self, left)
+    def _records_of(self, process: _Process) -> list[Record]:
+        """Have a process measure; return the records, which are stored."""
+        began = time.perf_counter()
+        why = process.measured()
+        done = [found for one in process.batch if (found := read(self.folder, one.name))]
+        if len(done) < len(process.batch) and not self.is_over:
+            # It ended in the first measurement without a record, and before the others.
+            seconds = 0.0 if self.on_cpu else time.perf_counter() - began
+            names = {found.name for found in done}
+            first = next(one for one in process.batch if one.name not in names)
+            done.append(record(first, why, seconds, self.commit))
+            store(self.folder, done[-1])
+        for found in done:
+            _say(f"    {found.name}: {page.told(found)}")
+        return done
+
+    def _is_late(self) -> bool:
+        return self.is_over or time.perf_counter() - self.began > self.seconds
+
+    def _next(self, gpu: str) -> _Process | None:
+        """Start the process of the next measurements, if there are any."""
+        with self.lock:
+            if not self.left or self._is_late():
+                return None
+            name = self.left[0].process
+            batch = list(takewhile(lambda one: one.process == name, self.left))
+            number = self.total - len(self.left) + 1
+            self.left = self.left[len(batch) :]
+            process = _Process(batch, number, self.folder, self.commit, gpu)
+            self.processes.add(process)
+            return process
+
+    def _minutes(self) -> str:
+        return f"{(time.perf_counter() - self.began) / 60:.1f} min"
 
 
 class _Process:
-    """A process that makes the first of the measurements that are left."""
+    """A process that makes measurements and stores their records. The steps of a model find an
+    empty cache of compiled kernels."""
 
-    batch: list[Measurement]
-    process: FreshProcess
+    def __init__(
+        self, batch: list[Measurement], number: int, folder: Path, commit: str, gpu: str
+    ) -> None:
+        self.batch, self.number, self.folder = batch, number, folder
+        names = [one.name for one in batch]
+        arguments = ["liger_ops.bench", "report", "--one", *names, "--records", str(folder)]
+        arguments += ["--quick"] if batch[0].quick else []
+        arguments += ["--commit", commit] if commit else []
+        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        self.caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        if batch[0].part == "steps":
+            environment |= {name: str(Path(self.caches.name, name.lower())) for name in CACHES}
+        self.fresh = FreshProcess(arguments, {**os.environ, **environment})
 
-    def __init__(self, run: _Measuring) -> None:
-        self.run = run
+    def __str__(self) -> str:
+        first, *others = self.batch
+        words = [one.words[1] if one.part == "steps" else str(one) for one in others]
+        return ", ".join((str(first), *words))
 
-    def records(self) -> list[Record]:
-        """Measure, store the records and return them."""
-        raise NotImplementedError
+    def measured(self) -> dict[str, Any]:
+        """Measure; return the reason that records are missing, if they are."""
+        for one in self.batch:
+            (self.folder / f"{one.name}.json").unlink(missing_ok=True)
+        outcome = self.fresh.outcome(SECONDS * len(self.batch))
+        self.caches.cleanup()
+        return outcome if isinstance(outcome, dict) else {"error": "it left no record"}
 
     def end(self) -> None:
-        self.process.end()
-
-
-class _StepProcess(_Process):
-    """Steps. Without a mask the compilation, which is timed, finds empty caches; the other batches
-    find those of the same model."""
-
-    def __init__(self, run: _Measuring, left: Sequence[Measurement]) -> None:
-        super().__init__(run)
-        self.batch = [left[0]]
-        shape, batch, way = left[0].words
-        rows, length = TEXT[shape][3]
-        step = argparse.Namespace(
-            shape=shape, batch=batch, batch_size=rows, sequence_length=length, layers=None,
-            steps=2 if left[0].quick else 20, autocast=False, checkpoint=False,
-        )  # fmt: skip
-        caches = Path(tempfile.gettempdir()) / "liger_ops_report" / f"{shape}-{way}"
-        if batch == "none":
-            shutil.rmtree(caches, ignore_errors=True)
-        folders = {name: str(caches / name.lower()) for name in CACHES}
-        self.process: FreshStep = FreshStep(way, step, {**os.environ, **folders})
-
-    def records(self) -> list[Record]:
-        began = time.perf_counter()
-        outcome = self.process.measured(SECONDS)
-        if self.run.on_cpu and "error" not in outcome:
-            outcome = {"losses": outcome["losses"], "note": ON_A_CPU}
-        seconds = 0.0 if self.run.on_cpu else time.perf_counter() - began
-        found = record(self.batch[0], outcome, seconds, self.run.commit)
-        store(self.run.folder, found)
-        return [found]
-
-
-class _OtherProcess(_Process):
-    """Heads, kernels and curves. In a quick run, where most of the time is the start of a process,
-    one measures all of them."""
-
-    def __init__(self, run: _Measuring, left: Sequence[Measurement]) -> None:
-        super().__init__(run)
-        count = next((i for i, one in enumerate(left) if one.part == "steps"), len(left))
-        self.batch = list(left[: count if left[0].quick else 1])
-        names = [one.name for one in self.batch]
-        arguments = ["liger_ops.bench", "report", "--one", *names, "--records", str(run.folder)]
-        arguments += ["--quick"] if left[0].quick else []
-        arguments += ["--commit", run.commit] if run.commit else []
-        self.process = FreshProcess(arguments)
-
-    def records(self) -> list[Record]:
-        folder = self.run.folder
-        for one in self.batch:
-            (folder / f"{one.name}.json").unlink(missing_ok=True)
-        began = time.perf_counter()
-        outcome = self.process.outcome(SECONDS)
-        seconds = 0.0 if self.run.on_cpu else time.perf_counter() - began
-        stored = load(folder)
-        done = [stored[one.name] for one in self.batch if one.name in stored]
-        if len(done) < len(self.batch):
-            # The process ended in the first measurement without a record, and before the others.
-            first = next(one for one in self.batch if one.name not in stored)
-            why = outcome if isinstance(outcome, dict) else {"error": "it left no record"}
-            failed = record(first, why, seconds, self.run.commit)
-            store(folder, failed)
-            done.append(failed)
-        return done
+        self.fresh.end()
+        self.caches.cleanup()
 
 
 def _in_this_process(measurement: Measurement, folder: Path, commit: str) -> None:

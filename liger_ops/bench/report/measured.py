@@ -1,7 +1,9 @@
-"""Measure heads and kernels, and train for the loss curves, in this process."""
+"""Make the measurements of a report, in this process."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +19,14 @@ from .. import records
 from ..command_line import carried_out
 from ..measure import Run
 from ..providers import OURS, PROVIDERS
-from ..steps.models import config_of
+from ..steps.model import measure
+from ..steps.models import TEXT, config_of
 from ..timing import Accelerator, find
 from ..training import drawn, ops_run, train
 from ..workloads import selected
-from .plan import Measurement
+from .plan import ON_A_CPU, Measurement
 
-TEXT = Path(__file__).with_name("paradise_lost.txt")
+BOOK = Path(__file__).with_name("paradise_lost.txt")
 STEPS = 500
 RATE = 5e-4
 # Steps, rows and tokens of a row, and the options of the configurations.
@@ -77,10 +80,29 @@ class RunOnCPU(Run):
 
 
 def measured(measurement: Measurement) -> dict[str, Any]:
-    """Return what is measured of heads, kernels or a loss curve."""
+    """Return what is measured."""
+    if measurement.part == "steps":
+        return _step(*measurement.words, quick=measurement.quick)
     if measurement.part == "curves":
         return _curve(*measurement.words, quick=measurement.quick)
     return _op(*measurement.words)
+
+
+def _step(shape: str, batch: str, way: str, *, quick: bool) -> dict[str, Any]:
+    rows, length = TEXT[shape][3]
+    result = measure(
+        argparse.Namespace(
+            ways=[way], shape=shape, batch=batch, batch_size=rows, sequence_length=length,
+            layers=None, steps=2 if quick else 20, autocast=False, checkpoint=False,
+        )
+    )  # fmt: skip
+    # Another batch may follow in this process.
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        return result
+    return {"losses": result["losses"], "note": ON_A_CPU}
 
 
 def _op(op: str, shapes: str) -> dict[str, Any]:
@@ -103,7 +125,7 @@ def _curve(shape: str, way: str, *, quick: bool) -> dict[str, Any]:
     with the same parameters, up to rounding, and see the same batches."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = QUICK_SIZE if quick else SIZE
-    batches = drawn(TEXT.read_bytes(), size, 0, device)
+    batches = drawn(BOOK.read_bytes(), size, 0, device)
     model = curve_model(shape, way, quick, device)
     if way == "fused":
         liger_ops.fuse(model)
@@ -122,7 +144,8 @@ def _curve(shape: str, way: str, *, quick: bool) -> dict[str, Any]:
     ops = ops_run(lambda: called(batches[-1]).backward())
     if way in ("fused", "liger") and not ops:
         raise RuntimeError(f"the model was trained without any op of liger_ops: {way}")
-    result: dict[str, Any] = {"losses": losses, "ops": dict(sorted(ops.items())), "size": size}
+    rounded = [round(loss, 6) for loss in losses]
+    result: dict[str, Any] = {"losses": rounded, "ops": dict(sorted(ops.items())), "size": size}
     return result | ({} if device == "cpu" else {"training_s": seconds})
 
 

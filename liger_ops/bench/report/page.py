@@ -11,12 +11,11 @@ from typing import Any
 from .. import records as files
 from ..providers import LOW_MEMORY, OURS
 from ..show import SIMULATED, Points, cell, losses, rates
-from ..steps.model import LOSS_BOUND, README_WAYS, WARM_UP, differs
+from ..steps.model import LOSS_BOUND, WARM_UP, differs
 from ..steps.models import TEXT
 from .plan import (
     CURVE_WAYS,
     ON_A_CPU,
-    WAYS,
     Measurement,
     Record,
     batches_of,
@@ -24,11 +23,12 @@ from .plan import (
 )
 from .plots import curve_plots, step_plot
 
-# Way -> how it is called in tables. The ways of liger_ops are the last four.
+# Way -> how it is called in tables. All but PEERS are liger_ops'.
 TITLES = {
     "eager": "eager", "compile": "`torch.compile`", "liger-kernel": "Liger-Kernel, eager",
     "liger": '`backend="liger"`', "enabled": "`enable()`, `torch.compile`",
     "fused": "`fuse`, eager", "fused-compile": "`fuse`, `torch.compile`",
+    "hub": "hub kernels, `torch.compile`",
 }  # fmt: skip
 PEERS = ("eager", "compile", "liger-kernel")
 BATCHES = {
@@ -43,10 +43,11 @@ CURVES = {
 SMOOTHED = 20
 STEPS_ARE = f"""\
 Models of transformers with random weights, in bfloat16; a step is forward, backward and fused
-AdamW. Each figure is the median of consecutive steps, with the 20th and 80th percentile, in a
-process of its own, and the peak of the memory that PyTorch's allocator hands out. A way is not
-given a time if one of its first {WARM_UP} losses differs from those of the untouched model, eager
-or else compiled, by more than {LOSS_BOUND}. Only the loss is asked of the compiled function.
+AdamW. Each figure is the median of consecutive steps, with the 20th and 80th percentile, and the
+peak of the memory that PyTorch's allocator hands out. Each model and way has a process of its own,
+which measures the batches one after another, each with a new model and a new compilation. A way is
+not given a time if one of its first {WARM_UP} losses differs from those of the untouched model,
+eager or else compiled, by more than {LOSS_BOUND}. Only the loss is asked of the compiled function.
 `python -m liger_ops.bench.steps.model --shape NAME --batch KIND WAY` measures one figure."""
 CURVES_ARE = """\
 Four small models, with random weights and bytes as tokens, are trained on *Paradise Lost* by John
@@ -92,8 +93,9 @@ def write(file: Path, planned: Sequence[Measurement], records: Records, command:
     page = _Page(planned, {one.name: records[one.name] for one in planned if one.name in records})
     file.parent.mkdir(parents=True, exist_ok=True)
     plots = file.parent / "plots"
+    head = page.head(command, f"{file.stem}.jsonl")
     sections = [*page.steps(file.stem, plots), *page.curves(file.stem, plots), *page.ops()]
-    text = "\n".join([*page.head(command), *sections, *page.rest()])
+    text = "\n".join([*head, *sections, *page.rest()])
     file.write_text(text.rstrip() + "\n")
     return page.ours_failed
 
@@ -113,7 +115,7 @@ class _Page:
         if ours:
             self.ours_failed.append(f"{what}: {why}")
 
-    def head(self, command: str) -> list[str]:
+    def head(self, command: str, data: str) -> list[str]:
         found = list(self.records.values())
         versions: dict[str, set[str]] = {}
         for record in found:
@@ -147,7 +149,8 @@ class _Page:
             lines += [f"Times and memory are {ON_A_CPU}."]
         else:
             minutes = sum(record.seconds for record in found) / 60
-            lines += [f"The {len(found)} measurements took {minutes:.0f} minutes."]
+            lines += [f"The {len(found)} measurements took {minutes:.0f} minutes of one GPU."]
+        lines += [f"[{data}]({data}) has all that was measured."]
         if "liger-kernel" not in versions:
             lines += ["Liger-Kernel was not installed, so that no figure of it is here."]
         return [*lines, ""]
@@ -161,8 +164,7 @@ class _Page:
         shown: dict[tuple[str, str], dict[str, Any]] = {}
         for batch in batches_of(dict(self.records), shapes, self.quick):
             here = [one for one in made if one.words[1] == batch]
-            ways = [way for way in README_WAYS if any(one.words[2] == way for one in here)]
-            ways += [way for way in WAYS if way not in ways and way in {o.words[2] for o in here}]
+            ways = [way for way in TITLES if any(one.words[2] == way for one in here)]
             rows, seconds = [], []
             for shape in dict.fromkeys(one.words[0] for one in here):
                 of_way = {

@@ -7,9 +7,10 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ FAMILIES = (
 WAYS = ("eager", "compile", "liger-kernel", "liger", "fused")
 # Under a mask, for the families of CURVES and for the others: the first way is compared with.
 MASKED_WAYS, OTHER_MASKED_WAYS = ("compile", "liger-kernel", "liger", "fused"), ("compile", "liger")
+# The families that are measured with the layers of the kernels hub, too.
+HUB = FAMILIES[:2]
 # The families whose loss curves are drawn, and the ways of each. The first two are untouched.
 CURVES = FAMILIES[:4]
 CURVE_WAYS = ("float32", "bfloat16", "fused", "liger")
@@ -62,30 +65,41 @@ class Measurement(NamedTuple):
     def __str__(self) -> str:
         return " ".join((self.part, *self.words))
 
+    @property
+    def process(self) -> str:
+        """Return the name of the process that makes it: one for the steps of a model by one way,
+        with an empty cache of compiled kernels at its start. Others have their own, but in a quick
+        run, where most of the time is the start of a process, one makes all of them."""
+        if self.part == "steps":
+            return f"steps_{self.words[0]}_{self.words[2]}"
+        return "others" if self.quick else self.name
 
-def _steps(shape: str, batch: str, ways: Sequence[str], quick: bool = False) -> list[Measurement]:
-    allowed = [way for way in ways if shape in FOR.get(way, SHAPES)]
-    return [Measurement("steps", (shape, batch, way), quick) for way in allowed]
+
+def _steps(shape: str, ways: Sequence[str], quick: bool = False) -> list[Measurement]:
+    """Return the steps of a model, way after way, each with every batch that it is measured with:
+    without a mask, whose compilation finds an empty cache, first."""
+    masked = MASKED_WAYS if shape in CURVES else OTHER_MASKED_WAYS
+    return [
+        Measurement("steps", (shape, batch, way), quick)
+        for way in ways
+        if shape in FOR.get(way, SHAPES)
+        for batch in (BATCHES if way in masked and not quick else BATCHES[:1])
+    ]
 
 
 def plan() -> list[Measurement]:
     """Return all measurements of a GPU, the most telling first."""
-    first, *others = FAMILIES
+    first, *others = (
+        _steps(family, (*(WAYS if i else README_WAYS), *(("hub",) if family in HUB else ())))
+        for i, family in enumerate(FAMILIES)
+    )
     curves = [Measurement("curves", (family, way)) for family in CURVES for way in CURVE_WAYS]
     heads = [Measurement("heads", (op, HEAD_SHAPES)) for op in HEADS]
     kernels = [Measurement("kernels", (op, _shape(op))) for op in KERNELS]
-    steps = [step for family in others for step in _steps(family, "none", WAYS)]
-    masked = [
-        step
-        for families, ways in ((CURVES, MASKED_WAYS), (FAMILIES[4:], OTHER_MASKED_WAYS))
-        for family in families
-        for batch in ("padded", "packed", "ones")
-        for step in _steps(family, batch, ways)
-    ]
     one = len(CURVE_WAYS)
     return [
-        *(*_steps(first, "none", README_WAYS), *curves[:one], *heads[:1], *kernels[:4], *steps),
-        *(*curves[one:], *heads[1:], *kernels[4:], *masked),
+        *(*first, *curves[:one], *heads[:1], *kernels[:4], *chain.from_iterable(others)),
+        *(*curves[one:], *heads[1:], *kernels[4:]),
     ]
 
 
@@ -94,7 +108,7 @@ def quick_plan(on_gpu: bool) -> list[Measurement]:
     minutes, steps are eager."""
     step_ways = WAYS if on_gpu else ("eager", "fused")
     return [
-        *_steps("tiny", "none", step_ways, quick=True),
+        *_steps("tiny", step_ways, quick=True),
         *(Measurement("curves", (CURVES[0], way), True) for way in CURVE_WAYS),
         Measurement("heads", ("linear_cross_entropy", "16x16x32"), True),
         Measurement("kernels", ("rms_norm", "8x32"), True),
@@ -154,15 +168,43 @@ def load(folder: Path) -> dict[str, Record]:
     """
     records = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            found = Record(**json.loads(path.read_text()))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no record of a report: {error}") from None
+        found = _read(path, path.read_text())
         records[found.name] = found
     devices = sorted({found.device for found in records.values()})
     if len(devices) > 1:
         raise ValueError(f"{folder} holds records of several devices: {', '.join(devices)}")
     return records
+
+
+def read(folder: Path, name: str) -> Record | None:
+    """Return the record of a measurement, if it was made."""
+    path = folder / f"{name}.json"
+    return _read(path, path.read_text()) if path.exists() else None
+
+
+def save_all(file: Path, records: Mapping[str, Record]) -> None:
+    """Write records to one file, a line each."""
+    lines = (json.dumps(asdict(found)) for _, found in sorted(records.items()))
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def take_all(file: Path, folder: Path) -> None:
+    """Store the records that `save_all` wrote to a file, if the folder has no newer one.
+
+    Raises:
+        ValueError: a line has no record of this form.
+    """
+    for line in file.read_text().splitlines():
+        found = _read(file, line)
+        if not (folder / f"{found.name}.json").exists():
+            store(folder, found)
+
+
+def _read(path: Path, text: str) -> Record:
+    try:
+        return Record(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no record of a report: {error}") from None
 
 
 def device_name() -> str:

@@ -184,30 +184,32 @@ class FreshProcess:
     def end(self) -> None:
         """Stop the process, and those that it has started, if they have not ended: compilers and
         Inductor's workers hold its output open."""
+        self.kill()
+        self._process.communicate()
+
+    def kill(self) -> None:
+        """Stop them, and leave the rest of `end` to a thread that waits for `outcome`."""
         if os.name == "posix":
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         else:
             self._process.kill()
-        self._process.communicate()
 
 
 class FreshStep(FreshProcess):
     """A process that measures a way."""
 
-    def __init__(
-        self, way: str, options: argparse.Namespace, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, way: str, options: argparse.Namespace) -> None:
         arguments = ["liger_ops.bench.steps.model", way, "--one"]
         for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
             if (value := getattr(options, name)) is not None:
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         arguments += [f"--{flag}" for flag in ("autocast", "checkpoint") if getattr(options, flag)]
-        super().__init__(arguments, environment)
+        super().__init__(arguments)
 
-    def measured(self, timeout: float | None = None) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """Return what was measured, or `error` with the reason."""
-        outcome = self.outcome(timeout)
+        outcome = self.outcome()
         if isinstance(outcome, dict):
             return outcome
         result: dict[str, Any] = json.loads(outcome.strip().splitlines()[-1])
