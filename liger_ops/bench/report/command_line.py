@@ -20,9 +20,8 @@ from ..command_line import Parser
 from ..providers import one_line
 from ..steps.model import NEEDS, FreshProcess, lacks, wait_to_be_called
 from . import page
-from .measured import measured
+from .measured import measured, prepare
 from .plan import (
-    ON_A_CPU,
     PARTS,
     Measurement,
     Record,
@@ -66,11 +65,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.one:
-        wait_to_be_called()
         planned = quick_plan(torch.cuda.is_available()) if options.quick else plan()
-        for measurement in planned:
-            if measurement.name in options.one:
-                _in_this_process(measurement, options.records, options.commit or commit_here())
+        here = [measurement for measurement in planned if measurement.name in options.one]
+        prepare(here[0])
+        wait_to_be_called()
+        for measurement in here:
+            _in_this_process(measurement, options.records, options.commit or commit_here())
         return 0
     try:
         return _report(options, parser.prog)
@@ -200,7 +200,7 @@ class _Measuring:
         try:
             while (process := ahead) is not None and not self._is_late():
                 _say(f"{self._minutes()}, {process.number}/{self.total}: {process} ...")
-                # It imports while this one is measured.
+                # The next one prepares while this one is measured.
                 ahead = None
                 ahead = self._next(gpu)
                 done = self._records_of(process)

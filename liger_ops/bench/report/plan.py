@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ FAMILIES = (
     *("mistral", "gemma2", "llama4", "deepseek-v3", "gpt-neox-1b"),
 )
 WAYS = ("eager", "compile", "liger-kernel", "liger", "fused")
+MASKED = BATCHES[1:]
 # Under a mask, for the families of CURVES and for the others: the first way is compared with.
 MASKED_WAYS, OTHER_MASKED_WAYS = ("compile", "liger-kernel", "liger", "fused"), ("compile", "liger")
 # The families that are measured with the layers of the kernels hub, too.
@@ -67,39 +67,45 @@ class Measurement(NamedTuple):
 
     @property
     def process(self) -> str:
-        """Return the name of the process that makes it: one for the steps of a model by one way,
-        with an empty cache of compiled kernels at its start. Others have their own, but in a quick
-        run, where most of the time is the start of a process, one makes all of them."""
+        """Return the name of the process that makes it. Batches with a mask share one, and in a
+        quick run, where most of the time is the start of a process, all but steps do."""
         if self.part == "steps":
-            return f"steps_{self.words[0]}_{self.words[2]}"
+            shape, batch, way = self.words
+            return self.name if batch == "none" else f"steps_{shape}_masked_{way}"
         return "others" if self.quick else self.name
 
 
-def _steps(shape: str, ways: Sequence[str], quick: bool = False) -> list[Measurement]:
-    """Return the steps of a model, way after way, each with every batch that it is measured with:
-    without a mask, whose compilation finds an empty cache, first."""
-    masked = MASKED_WAYS if shape in CURVES else OTHER_MASKED_WAYS
+def _steps(
+    shape: str, ways: Sequence[str], batches: Sequence[str] = BATCHES[:1], quick: bool = False
+) -> list[Measurement]:
     return [
         Measurement("steps", (shape, batch, way), quick)
         for way in ways
         if shape in FOR.get(way, SHAPES)
-        for batch in (BATCHES if way in masked and not quick else BATCHES[:1])
+        for batch in batches
     ]
 
 
 def plan() -> list[Measurement]:
     """Return all measurements of a GPU, the most telling first."""
-    first, *others = (
-        _steps(family, (*(WAYS if i else README_WAYS), *(("hub",) if family in HUB else ())))
-        for i, family in enumerate(FAMILIES)
-    )
+    first, *others = FAMILIES
     curves = [Measurement("curves", (family, way)) for family in CURVES for way in CURVE_WAYS]
     heads = [Measurement("heads", (op, HEAD_SHAPES)) for op in HEADS]
     kernels = [Measurement("kernels", (op, _shape(op))) for op in KERNELS]
+    steps = [
+        step
+        for family in others
+        for step in _steps(family, (*WAYS, "hub") if family in HUB else WAYS)
+    ]
+    masked = [
+        step
+        for family in FAMILIES
+        for step in _steps(family, MASKED_WAYS if family in CURVES else OTHER_MASKED_WAYS, MASKED)
+    ]
     one = len(CURVE_WAYS)
     return [
-        *(*first, *curves[:one], *heads[:1], *kernels[:4], *chain.from_iterable(others)),
-        *(*curves[one:], *heads[1:], *kernels[4:]),
+        *(*_steps(first, (*README_WAYS, "hub")), *curves[:one], *heads[:1], *kernels[:4], *steps),
+        *(*curves[one:], *heads[1:], *kernels[4:], *masked),
     ]
 
 

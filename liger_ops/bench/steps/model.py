@@ -144,6 +144,11 @@ def lacks(package: str, on_gpu: bool) -> str:
         required = requires(package) or []
     except PackageNotFoundError:
         return "is not installed"
+    if package == NEEDS["hub"]:
+        # Importing it takes a second, for Dynamo.
+        from ...hub.layers import TRACES
+
+        return "" if TRACES else "compiles layers with torch 2.13 or later"
     names = [re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line]
     tools = [FOR_GPUS[name] for name in names if name in FOR_GPUS]
     return "" if on_gpu or not tools else f"needs a GPU: its kernels are made with {tools[0]}"
@@ -307,7 +312,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def with_hub_layers(model: torch.nn.Module) -> None:
     """Give a model all layers of a build of this package for the kernels hub."""
-    # Importing it takes a second, for Dynamo.
     from ...hub import build, local
 
     # The process measures this way alone, and may load more of the build until its end.
