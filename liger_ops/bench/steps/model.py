@@ -55,6 +55,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import liger_ops
 
@@ -148,7 +149,8 @@ def lacks(package: str, on_gpu: bool) -> str:
         # Importing it takes a second, for Dynamo.
         from ...hub.layers import TRACES
 
-        return "" if TRACES else "compiles layers with torch 2.13 or later"
+        there = TRACES and TorchVersion(transformers.__version__) >= "5.20"
+        return "" if there else "compiles layers with torch 2.13 and transformers 5.20, or later"
     names = [re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line]
     tools = [FOR_GPUS[name] for name in names if name in FOR_GPUS]
     return "" if on_gpu or not tools else f"needs a GPU: its kernels are made with {tools[0]}"
