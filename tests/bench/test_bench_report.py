@@ -28,9 +28,11 @@ from liger_ops.bench.report.plan import (
     Record,
     load,
     plan,
+    read_all,
     store,
 )
 from liger_ops.bench.steps.models import BATCHES
+from sources import ROOT
 
 GPU = "NVIDIA H200"
 LOSSES = [5.5, 5.4, 5.3, 5.2]
@@ -255,7 +257,7 @@ def test_a_page_shows_the_figures_of_a_gpu(tmp_path: Path) -> None:
     records = {one.name: one for one in found}
     failed = page.write(tmp_path / "h200.md", plan(), records, "the command")
     text = (tmp_path / "h200.md").read_text()
-    assert "Measured at commit abc, except at commit def+: steps qwen3 padded liger." in text
+    assert "Measured at commit abc, but 1 at commit def+. A + behind" in text
     assert "liger-kernel 0.8.5" in text and "not installed" not in text
     assert "231.0 ms (230.0 to 235.0), 27.2 GiB |" in text
     gemma = next(line for line in text.splitlines() if line.startswith("| Gemma3Text"))
@@ -286,6 +288,16 @@ def test_the_plan_has_ten_families_under_every_batch_and_each_measurement_once()
     # Those of a process are made one after another.
     groups = [name for name, _ in groupby(planned, key=lambda one: one.process)]
     assert len(set(groups)) == len(groups)
+
+
+def test_the_readme_shows_figures_of_the_page() -> None:
+    page_of = {found.name: found.result for found in read_all(ROOT / "docs/reports/h200.jsonl")}
+    table = (ROOT / "README.md").read_text().partition("| training step, Llama-3.2-1B")[2]
+    rows = [line.split("|")[1:-1] for line in table.partition("\n\n")[0].splitlines()[2:]]
+    ways = ("eager", "compile", "liger-kernel", "liger", "enabled", "fused")
+    for (_, *figures), way in zip(rows, ways, strict=True):
+        result = page_of[f"steps_llama-3.2-1b_none_{way}"]
+        assert [text.strip() for text in figures] == [f"{result[key]:.1f}" for key in ("ms", "gib")]
 
 
 @pytest.mark.parametrize("family", CURVES)

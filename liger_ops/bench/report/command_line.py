@@ -32,10 +32,10 @@ from .plan import (
     plan,
     quick_plan,
     read,
+    read_all,
     record,
     save_all,
     store,
-    take_all,
 )
 
 DESCRIPTION = """\
@@ -116,7 +116,9 @@ def _report(options: argparse.Namespace, program: str) -> int:
     folder = options.records or Path("runs") / f"report-{quick}{page.slug(here)}"
     folder.mkdir(parents=True, exist_ok=True)
     if options.take:
-        take_all(options.take, folder)
+        for found in read_all(options.take):
+            if not (folder / f"{found.name}.json").exists():
+                store(folder, found)
     records = load(folder)
     device = next((found.device for found in records.values()), here)
     if measures and device != here:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -124,13 +125,12 @@ class _Page:
                 versions.setdefault(package, set()).add(version)
         packages = ", ".join(f"{name} {' and '.join(sorted(v))}" for name, v in versions.items())
         times = sorted(record.at for record in found)
-        names = {one.name: str(one) for one in self.made}
-        sources: dict[str, list[str]] = {}
-        for name, record in self.records.items():
-            key = f"commit {record.commit}" if record.commit else f"sources {record.sources}"
-            sources.setdefault(key, []).append(names[name])
-        main = max(sources, key=lambda key: len(sources[key]))
-        others = [f"{key}: {', '.join(what)}" for key, what in sources.items() if key != main]
+        sources = Counter(
+            f"commit {record.commit}" if record.commit else f"sources {record.sources}"
+            for record in found
+        )
+        (main, _), *others = sources.most_common()
+        also = ", ".join(f"{count} at {source}" for source, count in others)
         changed = " A + behind a commit means that files were changed."
         lines = [
             f"# {self.device}" + (", a quick trial" if self.quick else ""),
@@ -139,10 +139,10 @@ class _Page:
             command,
             "```",
             "",
-            f"One {self.device}, {times[0]} to {times[-1]}. {packages}.",
-            f"Measured at {main}" + ("." if not others else f", except at {'; '.join(others)}."),
+            f"{self.device}, {times[0]} to {times[-1]}. {packages}.",
+            f"Measured at {main}" + (f", but {also}." if also else "."),
         ]
-        if any("+" in key for key in sources):
+        if any("+" in source for source in sources):
             lines[-1] += changed
         if self.quick:
             lines += ["Tiny sizes try every part of the command: no figure here says anything."]
@@ -151,7 +151,7 @@ class _Page:
         else:
             minutes = sum(record.seconds for record in found) / 60
             lines += [f"The {len(found)} measurements took {minutes:.0f} minutes of one GPU."]
-        lines += [f"[{data}]({data}) has all that was measured."]
+        lines += [f"[{data}]({data}) has all that was measured, and the commit of each."]
         if "liger-kernel" not in versions:
             lines += ["Liger-Kernel was not installed, so that no figure of it is here."]
         return [*lines, ""]

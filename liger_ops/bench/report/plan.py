@@ -194,16 +194,13 @@ def save_all(file: Path, records: Mapping[str, Record]) -> None:
     file.write_text("".join(f"{line}\n" for line in lines))
 
 
-def take_all(file: Path, folder: Path) -> None:
-    """Store the records that `save_all` wrote to a file, if the folder has no newer one.
+def read_all(file: Path) -> list[Record]:
+    """Return the records that `save_all` wrote.
 
     Raises:
         ValueError: a line has no record of this form.
     """
-    for line in file.read_text().splitlines():
-        found = _read(file, line)
-        if not (folder / f"{found.name}.json").exists():
-            store(folder, found)
+    return [_read(file, line) for line in file.read_text().splitlines()]
 
 
 def _read(path: Path, text: str) -> Record:
