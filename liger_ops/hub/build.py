@@ -179,6 +179,10 @@ with use_kernel_mapping(mapping):
 |---|---|
 {layers}
 
+`attention` and `attention_mask` are functions for transformers' `AttentionInterface` and
+`AttentionMaskInterface`, for models that support FlashAttention: causal, with padding, packed
+documents, windows, soft caps and sinks.
+
 The layers have the names by which transformers looks them up, or would: `SwiGLUMLP`, `GeGLUMLP` and
 `ForCausalLMLoss` are in its mapping, and no model of transformers 5.20 to 5.24 asks for them.
 A layer compares its op with the module's own code on a small example before it first runs, and a

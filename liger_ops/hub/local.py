@@ -15,6 +15,7 @@ from . import layers
 UNNAMED = ("SwiGLUMLP", "ForCausalLMLoss")
 # The name of an experts implementation.
 EXPERTS = "liger-hub"
+ATTENTION = "liger-hub"
 PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -79,6 +80,24 @@ def use_more(model: Any, folder: Path) -> None:
     if any(hasattr(module, "_apply_gate") for module in model.modules()):
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS, get_local_kernel(folder).experts_forward)
         model.set_experts_implementation(EXPERTS)
+
+
+def use_attention(model: Any, folder: Path) -> None:
+    """Have the attention and masks of a transformers model computed by a repository.
+
+    Raises:
+        ValueError: the model's attention shows keys that `attention` cannot tell: transformers does
+            not compute it by FlashAttention.
+    """
+    from kernels import get_local_kernel
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not model._supports_flash_attn:
+        raise ValueError(f"use_attention: {type(model).__name__} does not support FlashAttention")
+    kernel = get_local_kernel(folder)
+    AttentionInterface.register(ATTENTION, kernel.attention)
+    AttentionMaskInterface.register(ATTENTION, kernel.attention_mask)
+    model.set_attn_implementation(ATTENTION)
 
 
 def restore(model: nn.Module) -> None:

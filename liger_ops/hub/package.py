@@ -15,17 +15,19 @@ from .. import lowering, meta  # noqa: E402, F401
 from ..inductor import register_with_inductor  # noqa: E402
 from ..ops.activations.geglu import geglu  # noqa: E402
 from ..ops.activations.swiglu import swiglu  # noqa: E402
+from ..ops.attention.varlen_attention import varlen_attention  # noqa: E402
 from ..ops.experts.moe_experts import moe_experts  # noqa: E402
 from ..ops.losses.cross_entropy import cross_entropy  # noqa: E402
 from ..ops.norms.gated_rms_norm import gated_rms_norm  # noqa: E402
 from ..ops.norms.rms_norm import rms_norm  # noqa: E402
 from ..ops.rope.rope import rope  # noqa: E402
 from . import layers  # noqa: E402
+from .attention import attention, attention_mask  # noqa: E402
 from .experts import experts_forward  # noqa: E402
 
 register_with_inductor()
 
 __all__ = [
-    "cross_entropy", "experts_forward", "gated_rms_norm", "geglu", "layers", "moe_experts",
-    "rms_norm", "rope", "swiglu",
+    "attention", "attention_mask", "cross_entropy", "experts_forward", "gated_rms_norm", "geglu",
+    "layers", "moe_experts", "rms_norm", "rope", "swiglu", "varlen_attention",
 ]  # fmt: skip

@@ -65,8 +65,8 @@ def _parts_of_op(module: str, tree: ast.Module) -> Iterator[str]:
         case "ops", family, op if op in defined:
             yield f"{PACKAGE}.meta.{family}"
             for device in library.DEVICES:
-                yield f"{PACKAGE}.lowering.{device}.{family}.{op}"
-                yield f"{PACKAGE}.lowering.{device}.{family}.{family}"
+                folder = f"{PACKAGE}.lowering.{device}.{family}"
+                yield f"{folder}.{op if file_of(f'{folder}.{op}') else family}"
 
 
 def _ops_of_kernels(tree: ast.Module) -> Iterator[str]:

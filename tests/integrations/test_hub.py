@@ -26,8 +26,8 @@ from liger_ops.hub.experts import experts_forward
 from liger_ops.hub.sources import modules
 from sources import ROOT
 
-# Where torch_npu, or CANN's tbe, is imported, it has been found before.
-NEEDED = {"torch", "triton", "torch_npu", "tbe"}
+# Where torch_npu, CANN's tbe or cuDNN's frontend is imported, it has been found before.
+NEEDED = {"torch", "triton", "torch_npu", "tbe", "cudnn"}
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +199,20 @@ def test_every_layer_passes_the_checks_of_kernels(kernels: Any, folder: Path) ->
     for case in hub_modules.cases().values():
         layer = getattr(kernel.layers, case.layer)
         _validate_layer(check_cls=type(case.module), cls=layer, repo=None)
+
+
+def test_a_model_of_transformers_gets_the_attention(kernels: Any, folder: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the model is transformers'")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32, "use_cache": False}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "attention_mask": (ids > 3).long(), "labels": ids}
+    expected = model(**batch).logits
+    local.use_attention(model, folder)
+    attention = transformers.AttentionInterface()[local.ATTENTION]
+    assert attention.__module__.startswith("_liger_ops_cpu_")
+    torch.testing.assert_close(model(**batch).logits[0, 4:], expected[0, 4:])
+    model._supports_flash_attn = False
+    with pytest.raises(ValueError, match="use_attention: LlamaForCausalLM does not support"):
+        local.use_attention(model, folder)

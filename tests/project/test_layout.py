@@ -180,9 +180,12 @@ DEFINITIONS = [
 ]
 
 
-# torch_npu's operator takes the documents as numbers, on the host. Where the kernels for a GPU read
-# numbers, they are on the host already.
-OPERATORS = [ROOT / "liger_ops/ops/attention/document_bounds.py"]
+# torch_npu's operator takes the documents as numbers, on the host, and so do launches for packed
+# ones: one look for all layers. Where the kernels for a GPU read numbers, they are on the host
+# already.
+OPERATORS = [
+    ROOT / f"liger_ops/ops/attention/{name}.py" for name in ("document_bounds", "packed_documents")
+]
 
 
 HOST_CODE = (

@@ -23,7 +23,8 @@ exit status is 1 if there is such a way, or one that fails.
     fused-invariant the fused model within liger_ops.invariant(), eager
     liger-invariant the same as liger, within liger_ops.invariant()
     hub             torch.compile of a model with the layers of a build for the kernels hub: norms,
-                    rotary embedding, MLPs, experts and the loss; only if `kernels` is installed
+                    rotary embedding, MLPs, experts, the loss and attention; only if `kernels` is
+                    installed
     liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU a small model runs on the CPU, whose
@@ -321,6 +322,7 @@ def with_hub_layers(model: torch.nn.Module) -> None:
     atexit.register(shutil.rmtree, folder)
     build.write(folder)
     local.kernelize(model, folder)
+    local.use_attention(model, folder)
 
 
 def causal_by_hand() -> str:

@@ -28,10 +28,9 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ...accepted import is_scale
 from ...invariant_mode import NotInvariantError, is_invariant
-from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
+from ...ops.attention.documents import Documents, attend, called, padded_rows, rows
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
 from ...rewrites.attention.grouped_attention import FLASH_DTYPES
-from ...rewrites.attention.mask.blocks import called
 from ...rewrites.attention.masked_attention import DEVICES
 from ...torch_private import has_triton, native_attention
 from ..versions import read
@@ -299,7 +298,7 @@ def _documents(given: dict[str, Any], padding: Tensor | None, size: int) -> Docu
     if padding is None:
         documents = rows(called, batch, length, torch.device(given["device"]))
     else:
-        documents = padded_rows(called, padding != 0, batch, length)
+        documents = padded_rows(called, padding != 0, batch, length, padding.device)
     return documents._replace(window_left=size - 1 if size else -1)
 
 

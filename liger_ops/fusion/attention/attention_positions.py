@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...invariant_mode import NotInvariantError, is_invariant
-from ...rewrites.attention.documents import Documents, packed_rows
-from ...rewrites.attention.mask.blocks import called
+from ...ops.attention.documents import Documents, called, packed_rows
 from ...rewrites.attention.mask.evaluate import IndexFunctions
 from ...rewrites.engine.maps.algebra import Affine, Unknown, index
 from ..layers.rebinding import chain_to, opaque, rebound, wrapped
@@ -174,7 +173,7 @@ def _with_documents(
         rows = by_rows(**without)
         if not isinstance(rows, Documents):
             return make_mask(**given)
-        packed = packed_rows(called, begins.expand(inputs.shape[:2]))
+        packed = packed_rows(called, begins.expand(inputs.shape[:2]), begins.device)
         return packed._replace(window_left=rows.window_left)
 
     return make

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ...rewrites.attention.documents import Documents
+from ...ops.attention.documents import Documents, called
 from ...rewrites.attention.mask.blocks import (
     BATCH,
     BLOCK,
@@ -22,7 +22,6 @@ from ...rewrites.attention.mask.blocks import (
     KEYS,
     QUERIES,
     block_lists,
-    called,
     unseen_queries,
 )
 

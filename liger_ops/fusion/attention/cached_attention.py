@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...rewrites.attention.documents import Documents, attend, padded_rows, rows
-from ...rewrites.attention.mask.blocks import called
+from ...ops.attention.documents import Documents, attend, called, padded_rows, rows
 
 
 class CachedDocuments(NamedTuple):
@@ -48,7 +47,7 @@ def cached_documents(given: dict[str, Any], size: int | None) -> CachedDocuments
     if padding is None:
         documents = rows(called, batch, length, device)
     elif padding.dim() == 2 and padding.shape[1] >= length:
-        documents = padded_rows(called, padding[:, :length] != 0, batch, length)
+        documents = padded_rows(called, padding[:, :length] != 0, batch, length, device)
     else:
         return None
     return CachedDocuments(documents._replace(window_left=size - 1 if size else -1), length)

@@ -10,14 +10,15 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ...ops.attention.documents import Documents, packed_rows, padded_rows
 from ..engine.canonical import value
 from ..engine.insertion import Emitter, Refused
 from ..engine.maps.algebra import Condition, Size, always_true
-from .documents import Documents, Sight, packed_rows, padded_rows
 from .flex_attention import BlockMaskNodes, ScoreSizes, emit_block_mask, inlined_condition
 from .mask.blocks import BATCH, KEYS
 from .mask.evaluate import Scope
 from .mask.predicate import predicate
+from .sight import Sight
 
 
 @dataclass
@@ -99,8 +100,8 @@ def emit_documents(
     of_tokens = inlined_condition(emit, seen.of_tokens, scope)(b, j, j, j)
     of_tokens = emit(torch.Tensor.expand, of_tokens, sizes[BATCH], sizes[KEYS])
     if seen.is_packed:
-        return packed_rows(emit, of_tokens)
-    return padded_rows(emit, of_tokens, sizes[BATCH], sizes[KEYS])
+        return packed_rows(emit, of_tokens, device)
+    return padded_rows(emit, of_tokens, sizes[BATCH], sizes[KEYS], device)
 
 
 def _is_erased(nodes: Any) -> bool:

@@ -36,6 +36,7 @@ import torch
 from torch import fx
 
 from ...invariant_mode import is_invariant
+from ...ops.attention.documents import Documents, attend, rows
 from ..engine.canonical import canonical, same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.insertion import Emitter, Refused, viewed
@@ -55,7 +56,6 @@ from .attention import (
     visible_past,
 )
 from .attention_products import Operand
-from .documents import Documents, Sight, attend, rows, sight
 from .flex_attention import BlockMaskNodes, emit_block_mask
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
 from .mask.blocks import BATCH, KEYS, dense_datum
@@ -64,6 +64,7 @@ from .mask.proof import sees_a_key
 from .mask_nodes import MaskNodes, emit_documents
 from .numbers import scale_of_call
 from .sdpa import LOWEST_FILL, as_root, operand_nodes
+from .sight import Sight, sight
 from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "masked_attention"

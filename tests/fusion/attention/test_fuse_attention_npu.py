@@ -12,7 +12,7 @@ from torch import Tensor
 import simulated_npu
 from attention_models import OWN_CAPS, batch, fuse_attention, model, step
 from liger_ops.lowering.npu.attention import varlen_attention as on_npu
-from liger_ops.rewrites.attention import packed_documents
+from liger_ops.ops.attention import packed_documents
 from op_under_test import DEVICE
 from simulated_npu import to_cpu, to_npu
 

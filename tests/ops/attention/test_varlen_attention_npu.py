@@ -11,7 +11,7 @@ from torch import Tensor
 import liger_ops
 import simulated_npu
 from liger_ops.lowering.npu.attention import varlen_attention as on_npu
-from liger_ops.rewrites.attention.packed_documents import DOCUMENT_BOUNDS
+from liger_ops.ops.attention.packed_documents import DOCUMENT_BOUNDS
 from op_table import OPS
 from op_under_test import DEVICE, INF
 from simulated_npu import to_cpu, to_npu

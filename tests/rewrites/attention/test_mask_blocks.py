@@ -18,12 +18,12 @@ from attention_graphs import as_it_is
 from causal_masks import causal
 from data_masks import MASKS, documents, positions, prefixes, right_padding
 from index_programs import masks
+from liger_ops.ops.attention.packed_documents import PACKED_DOCUMENTS
 from liger_ops.rewrites.attention.flex_attention import emit_block_mask
 from liger_ops.rewrites.attention.mask import blocks as mask_blocks
 from liger_ops.rewrites.attention.mask.blocks import dense_datum
 from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions, Scope
 from liger_ops.rewrites.attention.mask.proof import visible_keys
-from liger_ops.rewrites.attention.packed_documents import PACKED_DOCUMENTS
 from liger_ops.rewrites.engine.canonical import value
 from liger_ops.rewrites.engine.insertion import Emitter
 from liger_ops.rewrites.engine.maps.algebra import Unknown, data_of

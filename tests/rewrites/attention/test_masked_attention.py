@@ -15,8 +15,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from attention_graphs import MASKED, VARLEN, as_it_is, compiled, heads, mask_nodes, results
 from data_masks import MASKS, documents, on_the_cpu, positions, right_padding
+from liger_ops.ops.attention.packed_documents import DOCUMENT_BOUNDS
 from liger_ops.rewrites.attention import causal_attention, masked_attention
-from liger_ops.rewrites.attention.packed_documents import DOCUMENT_BOUNDS
 
 OP = masked_attention.OP
 LENGTH = 23

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from causal_masks import causal, columns, rows
-from liger_ops.rewrites.attention import documents as documents_of_rows
+from liger_ops.ops.attention import documents as documents_of_rows
 from liger_ops.rewrites.attention import masked_attention
 
 BATCH = 2

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ....ops.attention.documents import Call
 from ...engine.maps.algebra import Condition, Datum, affine, always_true, at_least, axes_of, index
 
-Call = Callable[..., Any]
 # From indices of batch, head, query and key, which broadcast, to a boolean.
 Visible = Callable[[Any, Any, Any, Any], Any]
 
@@ -34,11 +34,6 @@ BLOCK = 128
 # The numbers that one program sums in a long cumulative sum: `_running_sums`.
 SUM_LENGTH = 64
 AXES = BATCH, HEADS, QUERIES, KEYS = -4, -3, -2, -1
-
-
-def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` at once: the `call` of code that is not written into a graph."""
-    return function(*args, **kwargs)
 
 
 def dense_datum(data: Iterable[Datum]) -> Datum | None:

@@ -1,10 +1,4 @@
-"""Attention as `varlen_attention`: a batch of rows, with padding or a window, as documents.
-
-The engines of `liger_ops.varlen_attention` are faster than flex_attention, and are given lengths in
-place of a block mask. Forward and backward on an H200, TFLOP/s by flex_attention and by the op's
-own kernels: 4 x 4096 tokens, 32 heads of 128 and 8 of keys, 324 and 313; 2 x 8192 with a window of
-4096 254 and 337, of 1024 157 and 228; 8 x 2048 with a window of 128 and sinks, 64 heads of 64, 32
-and 63. By cuDNN, where it is installed, the first three are 418, 445 and 305.
+"""A batch of rows, with padding or packed documents, as the documents of `varlen_attention`.
 
 A mask over the keys of each row is read on the device. Its first and its last visible key are the
 row's document, behind one of the padding before it, which has no keys; its queries include those of
@@ -12,25 +6,30 @@ the padding behind it, which see the tokens before them, as with the mask. A mas
 the two is passed too, and is right at the op's price for it. So one program serves every batch: a
 mask of ones, padding on either side, and any other. Packed documents are found by an op
 (`packed_documents`), which tells the host how many there are. An NPU's operator takes all documents
-on the host, where another op has them, in one look for all layers and their backward. These
-functions take `call`, as those of `mask.blocks` do.
+on the host, where another op has them, in one look for all layers and their backward.
+
+These functions take `call`, which calls a function or writes the call into a graph.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.canonical import value
-from ..engine.maps.algebra import Condition, Size, axes_of, conjunction, data_of
-from .mask.blocks import BATCH, KEYS, Call
-from .mask.evaluate import Scope
-from .mask.packing import conjuncts, packing
-from .mask.proof import departure, window
+from ... import library
+from . import varlen_attention  # noqa: F401
 from .packed_documents import DOCUMENT_BOUNDS, PACKED_DOCUMENTS
+
+Call = Callable[..., Any]
+VARLEN_ATTENTION = getattr(torch.ops, library.NAMESPACE).varlen_attention.default
+
+
+def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` at once: the `call` of code that is not written into a graph."""
+    return function(*args, **kwargs)
 
 
 class Documents(NamedTuple):
@@ -80,17 +79,19 @@ def _with_bounds(
     return documents._replace(bounds=bounds)
 
 
-def packed_rows(call: Call, begins: Any) -> Documents:
+def packed_rows(call: Call, begins: Any, device: torch.device) -> Documents:
     """Return a batch whose rows have a document from each token where `begins`, a boolean (batch,
     length), is True, and from their first."""
     found = call(PACKED_DOCUMENTS, begins)
     cu_seqlens, bounds = (call(operator.getitem, found, i) for i in range(2))
-    return _with_bounds(call, Documents(cu_seqlens, bounds=bounds), value(begins).device)
+    return _with_bounds(call, Documents(cu_seqlens, bounds=bounds), device)
 
 
-def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
+def padded_rows(
+    call: Call, is_key: Any, batch: Any, length: Any, device: torch.device
+) -> Documents:
     """Return a batch whose keys are where `is_key`, a boolean (batch, length), is True."""
-    numbers = {"dtype": torch.int32, "device": value(is_key).device}
+    numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     token = call(torch.arange, length, **numbers)
     end = call(torch.amax, call(torch.where, is_key, call(operator.add, token, 1), 0), 1)
     # A row without keys begins and ends at 0.
@@ -105,7 +106,7 @@ def padded_rows(call: Call, is_key: Any, batch: Any, length: Any) -> Documents:
         call(torch.flatten, lengths),
         call(torch.flatten, is_key),
     )
-    return _with_bounds(call, documents, numbers["device"])
+    return _with_bounds(call, documents, device)
 
 
 def attend(
@@ -118,38 +119,7 @@ def attend(
     )
     cu_seqlens, lengths, key_mask, left, bounds = documents
     y = call(
-        torch.ops.liger.varlen_attention.default, query, key, values, cu_seqlens, length,
+        VARLEN_ATTENTION, query, key, values, cu_seqlens, length,
         lengths, key_mask, sinks, left, 0, scale, softcap, "auto", bounds,
     )  # fmt: skip
     return call(torch.unflatten, y, 0, (batch, length))
-
-
-class Sight(NamedTuple):
-    """Keys that a query sees: those of its document, no later than it and within the window.
-
-    Attributes:
-        window_left: that of `varlen_attention`.
-        of_tokens: the condition that token j of row b begins a document or, if rows are documents,
-            that it is a key, True for all.
-        is_packed: whether rows are divided into documents.
-    """
-
-    window_left: int
-    of_tokens: Condition
-    is_packed: bool
-
-
-def sight(condition: Condition, shape: Sequence[Size], scope: Scope) -> Sight | None:
-    """Return the condition that a query sees a key as documents and a causal window, or None."""
-    packed = packing(condition, scope)
-    of_tokens, within = packed or (True, condition)
-    by_index: Condition = True
-    for part in conjuncts(within):
-        if not data_of(part):
-            by_index = conjunction(by_index, part)
-        elif axes_of(part) <= {BATCH, KEYS} and packed is None:
-            of_tokens = conjunction(of_tokens, part)
-        else:
-            return None
-    size = 0 if departure(by_index, shape) is None else window(by_index, shape)
-    return None if size is None else Sight(size - 1, of_tokens, packed is not None)

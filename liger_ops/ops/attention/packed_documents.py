@@ -14,15 +14,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.attention.document_bounds import BEFORE_DOCUMENTS, document_bounds
+from ... import library
+from .document_bounds import BEFORE_DOCUMENTS, document_bounds
 
-# Not in the namespace `liger`, whose ops have kernels.
-NAME = "liger_graph::packed_documents"
-BOUNDS_NAME = "liger_graph::document_bounds"
-
+# Not the namespace whose ops have kernels.
+NAMESPACE = f"{library.NAMESPACE}_graph"
 
 # The recording of a CUDA graph may not wait for the device.
-@torch.library.custom_op(NAME, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::packed_documents", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def _find(begins: Tensor) -> tuple[Tensor, Tensor]:
     """Find the documents of a batch, whose rows are divided by the tokens that begin one.
 
@@ -53,10 +57,12 @@ def _allocate(begins: Tensor) -> tuple[Tensor, Tensor]:
     return cu_seqlens, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-PACKED_DOCUMENTS = torch.ops.liger_graph.packed_documents.default
+PACKED_DOCUMENTS = getattr(torch.ops, NAMESPACE).packed_documents.default
 
 
-@torch.library.custom_op(BOUNDS_NAME, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op(
+    f"{NAMESPACE}::document_bounds", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def _bounds(cu_seqlens: Tensor, lengths: Tensor | None, key_mask: Tensor | None) -> Tensor:
     """Call `document_bounds`."""
     return document_bounds(cu_seqlens, lengths, key_mask)
@@ -68,4 +74,4 @@ def _allocate_bounds(cu_seqlens: Tensor, lengths: Tensor | None, key_mask: Tenso
     return torch.empty(size, dtype=torch.int64, device="cpu")
 
 
-DOCUMENT_BOUNDS = torch.ops.liger_graph.document_bounds.default
+DOCUMENT_BOUNDS = getattr(torch.ops, NAMESPACE).document_bounds.default

@@ -1,0 +1,170 @@
+"""The attention of a build for the kernels hub gives models what their own attention gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="the models are those of transformers")
+import transformers
+
+from liger_ops.hub.attention import attention, attention_mask
+
+NAME = "liger-hub-tested"
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False,
+    "pad_token_id": 0, "eos_token_id": None, "attention_dropout": 0.0,
+}  # fmt: skip
+ROWS, LENGTH = 3, 20
+# Name of a configuration -> its options, and the model's own attention.
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "Llama": ({}, "sdpa"),
+    "Mistral": ({"sliding_window": 7}, "sdpa"),
+    "Gemma2": ({"sliding_window": 6, "attn_logit_softcapping": 2.0}, "eager"),
+    "Gemma3Text": ({"sliding_window": 5}, "sdpa"),
+    "GptOss": ({"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}, "eager"),
+}
+BATCHES = ("none", "ones", "right", "left", "packed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Any:
+    transformers.AttentionInterface.register(NAME, attention)
+    transformers.AttentionMaskInterface.register(NAME, attention_mask)
+    yield
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        interface._global_mapping.pop(NAME)
+
+
+def make(name: str, **more: Any) -> Any:
+    options, own = MODELS[name]
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options, **more)
+    torch.manual_seed(0)
+    # Larger weights than a new model's, so that attention is not nearly uniform.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=own)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def batch_of(kind: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, SIZES["vocab_size"], (ROWS, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    token = torch.arange(LENGTH)
+    short = torch.tensor([0, 6, 13])[:, None]
+    given = {"input_ids": ids, "labels": ids}
+    if kind == "packed":
+        return given | {"position_ids": torch.where(token < short, token, token - short)}
+    if kind in ("right", "left"):
+        mask = (token < LENGTH - short if kind == "right" else token >= short).long()
+        # A token of the padding has no prediction, either.
+        given["labels"] = torch.where(mask.bool() & (token > short), ids, -100)
+    return given if kind == "none" else given | {"attention_mask": mask}
+
+
+def trained(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+    out = model(**batch)
+    is_seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    gradients = torch.autograd.grad(out.loss, list(model.parameters()), allow_unused=True)
+    return [out.loss, out.logits[is_seen], *(g for g in gradients if g is not None)]
+
+
+# GPT-OSS itself reads no documents in positions.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in MODELS for kind in BATCHES if (name, kind) != ("GptOss", "packed")],
+)
+def test_a_model_trains_as_with_its_own_attention(name: str, kind: str) -> None:
+    model, batch = make(name), batch_of(kind)
+    expected = trained(model, batch)
+    model.set_attn_implementation(NAME)
+    torch.testing.assert_close(trained(model, batch), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_it_compiles_in_one_graph(kind: str) -> None:
+    model, batch = make("GptOss"), batch_of(kind)
+    model.set_attn_implementation(NAME)
+    expected = model(**batch).loss
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **given: model(**given).loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_row_is_packed_by_its_positions_or_by_cu_seq_lens(name: str) -> None:
+    model = make(name)
+    model.set_attn_implementation(NAME)
+    ids, positions = (batch_of("packed")[name][2:] for name in ("input_ids", "position_ids"))
+    expected = torch.cat([model(ids[:, :13]).logits, model(ids[:, 13:]).logits], 1)
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, expected)
+    starts = {"cu_seq_lens_q": torch.tensor([0, 13, LENGTH], dtype=torch.int32)}
+    given = {"position_ids": positions, **starts}
+    torch.testing.assert_close(model(ids, **given).logits, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_finds_the_same_words(name: str, cache: str) -> None:
+    model = make(name).eval()
+    batch = batch_of("left")
+    given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    more = {"max_new_tokens": 8, "use_cache": True, "do_sample": False}
+    more |= {"cache_implementation": "static"} if cache == "static" else {}
+    expected = model.generate(**given, **more)
+    model.set_attn_implementation(NAME)
+    assert torch.equal(model.generate(**given, **more), expected)
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+def operands() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def test_dropout_of_a_packed_batch_hides_the_keys_of_others() -> None:
+    q, k, v = operands()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]]).expand(2, 6)
+    torch.manual_seed(3)
+    y, _ = attention(Module(), q, k, v, dropout=0.5, position_ids=positions)
+    v[:, :, :3] = 100.0
+    torch.manual_seed(3)
+    changed, _ = attention(Module(), q, k, v, dropout=0.5, position_ids=positions)
+    assert torch.equal(y[:, 3:], changed[:, 3:]) and not torch.equal(y[:, :3], changed[:, :3])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_that_is_not_causal_sees_both_sides(window: int | None) -> None:
+    q, k, v = operands()
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    y, _ = attention(Module(), q, k, v, mask, is_causal=False, sliding_window=window)
+    token = torch.arange(6)
+    visible = mask.bool()[:, None, None].expand(2, 1, 6, 6)
+    if window is not None:
+        visible = visible & ((token[:, None] - token).abs() < window)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, visible, enable_gqa=True
+    ).transpose(1, 2)
+    is_seen = visible.any(-1)[:, 0]
+    torch.testing.assert_close(y[is_seen], expected[is_seen])
+    assert not y[~is_seen].any()
+
+
+def test_what_it_cannot_compute_is_refused() -> None:
+    module = Module()
+    module.config = transformers.Llama4TextConfig(attention_chunk_size=4)
+    with pytest.raises(ValueError, match="attention: a config with attention_chunk_size"):
+        attention(module, *operands())
+    starts = torch.tensor([0, 6, 12])
+    for given in ({"dropout": 0.5}, {"is_causal": False}):
+        with pytest.raises(ValueError, match="attention: with cu_seq_lens_q it is causal"):
+            attention(Module(), *operands(), cu_seq_lens_q=starts, **given)
