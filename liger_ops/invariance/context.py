@@ -285,7 +285,7 @@ def _implementation(
         results: Any = NotImplemented
         if not (invariant_mode.as_they_are.depth or _is_elsewhere(out, args)):
             own = kernel if out_name is None else kernel_of_form
-            base = _Base(keyset, own, args, out_name, options.get(out_name))
+            base = _OfPyTorch(keyset, own, args, out_name, options.get(out_name))
             results = function(overload, base, *args, **given)
         if results is NotImplemented:
             return of_pytorch()
@@ -300,7 +300,7 @@ def _implementation(
 
 
 @dataclass
-class _Base:
+class _OfPyTorch:
     """PyTorch's own function of an operator.
 
     Where the call has an `out`, it is that of the operator's form with one: PyTorch checks the

@@ -1,4 +1,4 @@
-"""What PyTorch says of `out`, and what it computes in it, also within `liger_ops.invariant`."""
+"""Within `liger_ops.invariant`, `out` is refused, resized and computed in as PyTorch does it."""
 
 from __future__ import annotations
 
