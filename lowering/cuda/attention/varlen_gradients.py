@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.tensors import cdiv, next_power_of_2, unit_stride
+from ...common.triton_math import soft_cap_slope
 from ..launch import launch
 from .varlen_kernels import (
     LOG2E,
@@ -78,13 +79,6 @@ def _load_statistics(
 
 
 @triton.jit
-def _slope(scores, softcap):
-    # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
-    capped = scores * (1.0 / (softcap * LOG2E))
-    return 1.0 - capped * capped
-
-
-@triton.jit
 def _visit_keys_of_gradient(
     q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
@@ -107,7 +101,7 @@ def _visit_keys_of_gradient(
             shifted = tl.where(seen, shifted, -float("inf"))
         ds = tl.exp2(shifted) * (dp - delta[:, None])
         if softcap is not None:
-            ds *= _slope(score, softcap)
+            ds *= soft_cap_slope(score, softcap * LOG2E)
         if MASKED:
             # Where p is 0, p * inf would be NaN.
             ds = tl.where(seen, ds, 0.0)
@@ -201,7 +195,7 @@ def _visit_queries(
                 dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             if softcap is not None:
-                ds *= _slope(score, softcap)
+                ds *= soft_cap_slope(score, softcap * LOG2E)
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)

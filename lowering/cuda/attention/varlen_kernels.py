@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....ops.attention.varlen_attention import scale_of
-from ...common.attention.neighborhood_attention import LN2, LOG2E
+from ...common.attention.neighborhood_attention import LN2
 from ...common.tensors import contiguous, next_power_of_2, unit_stride
-from ...common.triton_math import LOWEST
+from ...common.triton_math import LOG2E, LOWEST, tanh
 from ..launch import compute_capability, launch, on_nvidia, shared_memory
 
 
@@ -126,8 +126,7 @@ def scores_of(products, scale, softcap):
     if softcap is None:
         scores = products * (scale * LOG2E)
     else:
-        x = products * (scale * (2.0 / softcap))
-        scores = (softcap * LOG2E) * (2.0 * tl.sigmoid(x) - 1.0)
+        scores = (softcap * LOG2E) * tanh(products * (scale * (1.0 / softcap)))
     return scores
 
 
