@@ -1,4 +1,4 @@
-"""What is hidden from varlen_attention reaches no result and no gradient, whatever it holds."""
+"""Tokens that are hidden from varlen_attention reach no result and no gradient, even as NaN."""
 
 from __future__ import annotations
 
