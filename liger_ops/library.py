@@ -32,7 +32,7 @@ from .accepted import Options
 from .ascend.cures import cure_of
 from .autograd import autocast_value, under_autocast
 from .derived import arguments_of, hide_keyword_only, schema_of
-from .record import Op, refusal, refuse_nested
+from .record import Op, named_in_errors, refusal, refuse_nested
 from .torch_private import AUTOGRAD, has, without_dynamo
 
 # A build for the kernels hub has a namespace of its own here (`hub/build.py`).
@@ -96,12 +96,13 @@ def define(
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
         declaration = (tags, axes, dtype, options or {}, axes_of_call)
-        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, *declaration)
+        named = named_in_errors(name, definition)
+        op = OPS[name] = Op(name, named, custom_op, overload, arguments, refuse, *declaration)
         autograd.register(op)
         refuse_nested(op)
         if name.endswith("_backward"):
             gradient(name, *autograd.formula_of_definition(op))
-        return _public(definition, overload)
+        return _public(named, overload)
 
     return decorate
 

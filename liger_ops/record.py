@@ -1,11 +1,13 @@
-"""The record of an op, and the check for arguments that no op accepts: None for a required tensor,
-and tensors that are not dense."""
+"""The record of an op, the check for arguments that no op accepts: None for a required tensor, and
+tensors that are not dense; and the error of an index that is out of range."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +15,54 @@ from torch import Tensor
 from .accepted import Options
 from .torch_private import NestedTensor
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 # The keys of nested tensors, which no op takes. PyTorch's own error is long and names no op.
 NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
+
+
+class OutOfRangeError(IndexError):
+    """Raised by a definition whose argument has an index that is out of range.
+
+    Definitions call those of other ops: the message names the op of the outermost one, which the
+    user called.
+    """
+
+    def __init__(self, argument: str, accepted: str, found: object) -> None:
+        super().__init__(argument, accepted, found)
+        self.op = ""
+
+    def __str__(self) -> str:
+        argument, accepted, found = self.args
+        return f"{self.op}: {argument} must be {accepted}, got one that is not: {found}"
+
+
+@contextmanager
+def looked_up(argument: str, accepted: str) -> Iterator[None]:
+    """Raise OutOfRangeError where PyTorch refuses an index that comes from this argument."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        # Under vmap PyTorch refuses one by RuntimeError.
+        if not isinstance(error, IndexError) and "out of bounds" not in str(error):
+            raise
+        raise OutOfRangeError(argument, accepted, error) from None
+
+
+def named_in_errors(name: str, definition: Function) -> Function:
+    """Wrap the definition of op `name` to name the op in an `OutOfRangeError`."""
+    # Users call the op without `_forward` in its name.
+    name = name.removesuffix("_forward")
+
+    @functools.wraps(definition)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return definition(*args, **kwargs)
+        except OutOfRangeError as error:
+            error.op = name
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -254,8 +255,10 @@ def _forms(overload: Any) -> Iterator[Any]:
         if len(outs) == 1 and _typed_arguments(form)[:-1] == arguments:
             yield form
     in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
-    if in_place is not None and overload._overloadname in in_place.overloads():
-        yield getattr(in_place, overload._overloadname)
+    for name in () if in_place is None else in_place.overloads():
+        form = getattr(in_place, name)
+        if _typed_arguments(form) == arguments:
+            yield form
 
 
 def _typed_arguments(overload: Any) -> list[tuple[str, str]]:
@@ -267,37 +270,68 @@ def _implementation(
 ) -> Callable[..., Any]:
     is_in_place = form._schema.name.endswith("_")
     tensors = [str(argument.type) == "Tensor" for argument in form._schema.arguments]
-    writes_out = any(argument.is_out for argument in form._schema.arguments)
+    (out_name,) = [a.name for a in form._schema.arguments if a.is_out] or [None]
 
     def run(keyset: Any, *args: Any, **options: Any) -> Any:
         # A number comes as one where the operator takes a tensor.
         numbers = [i for i, value in enumerate(args) if tensors[i] and isinstance(value, NUMBERS)]
         args = tuple(_scalar(x, args) if i in numbers else x for i, x in enumerate(args))
-        given = {name: value for name, value in options.items() if name != "out"}
+        given = {name: value for name, value in options.items() if name != out_name}
+        out: Tensor | None = args[0] if is_in_place else options.get(out_name)
 
-        def base(*operands: Any, **given: Any) -> Any:
-            # In a trial results are compared with each other, and must not share memory.
-            is_trial = bool(invariant_mode.as_they_are.depth)
-            with invariant_mode.as_they_are:
-                if writes_out and not is_trial and _is_result(options["out"], operands, args):
-                    return kernel_of_form.call_boxed(keyset, *operands, **given, out=options["out"])
-                return kernel.call_boxed(keyset, *operands, **given)
+        def of_pytorch() -> Any:
+            return kernel_of_form.call_boxed(keyset, *args, **options)
 
         results: Any = NotImplemented
-        if not invariant_mode.as_they_are.depth:
+        if not (invariant_mode.as_they_are.depth or _is_elsewhere(out, args)):
+            own = kernel if out_name is None else kernel_of_form
+            base = _OfPyTorch(keyset, own, args, out_name, options.get(out_name))
             results = function(overload, base, *args, **given)
         if results is NotImplemented:
-            return kernel_of_form.call_boxed(keyset, *args, **options)
-        if not is_in_place and not writes_out:
+            return of_pytorch()
+        if out is None or results is out:
             return results
-        out: Tensor = options["out"] if writes_out else args[0]
-        if results is out:
-            return out
-        if out.shape != results.shape:
-            out.resize_(results.shape)
+        if (out.dtype, out.shape) != (results.dtype, results.shape):
+            # PyTorch raises, or gives out its shape, with its own messages.
+            of_pytorch()
         return out.copy_(results)
 
     return run
+
+
+@dataclass
+class _OfPyTorch:
+    """PyTorch's own function of an operator.
+
+    Where the call has an `out`, it is that of the operator's form with one: PyTorch checks the
+    dtype of `out`, and computes some sums in it.
+    """
+
+    keyset: Any
+    kernel: Any
+    args: tuple[Any, ...]
+    out_name: str | None
+    out: Tensor | None
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        return None if self.out is None else self.out.dtype
+
+    def __call__(self, /, *operands: Any, **given: Any) -> Any:
+        # In a trial results are compared with each other, and must not share memory.
+        is_trial = bool(invariant_mode.as_they_are.depth)
+        with invariant_mode.as_they_are:
+            if self.out_name is not None and self.out is not None:
+                is_result = not is_trial and _is_result(self.out, operands, self.args)
+                given[self.out_name] = self.out if is_result else self.out.new_empty(0)
+            return self.kernel.call_boxed(self.keyset, *operands, **given)
+
+
+def _is_elsewhere(out: Tensor | None, args: tuple[Any, ...]) -> bool:
+    """Return whether `out` is on another device than a tensor with axes."""
+    return out is not None and any(
+        isinstance(x, Tensor) and x.dim() > 0 and x.device != out.device for x in args
+    )
 
 
 def _is_result(out: Tensor, operands: tuple[Any, ...], args: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .products import is_rounded
-from .rows import Results, aligned, compute, described, names_of
+from .rows import Base, Results, aligned, compute, described, names_of
 
 # Those that PyTorch does not tag as elementwise.
 UNTAGGED = (
@@ -52,7 +52,7 @@ def operators() -> Iterator[str]:
                 yield packet if which == "default" else f"{packet}.{which}"
 
 
-def by_elements(overload: Any, base: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def by_elements(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
     """Compute on a CPU with whole vectors of elements."""
     names = names_of(overload)
     given = dict(zip(names, args, strict=False)) | options
@@ -73,7 +73,7 @@ def by_elements(overload: Any, base: Callable[..., Any], *args: Any, **options: 
         return results if isinstance(results, tuple) else (results,)
 
     rest = (item for item in given.items() if item[0] not in of_elements)
-    key = tuple((name, described(value)) for name, value in rest)
+    key = (base.out_dtype, *((name, described(value)) for name, value in rest))
     elements = (aligned(x.expand(shape)).reshape(-1) for x in tensors)
     results = compute(str(overload), key, [function], *elements, by=(pieces,))
     shaped = tuple(result.reshape(shape) for result in results)

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..invariant_mode import NotInvariantError
-from .rows import Function, aligned, as_it_is, compute, described
+from .rows import Base, Function, aligned, as_it_is, compute, described
 
-Base = Callable[..., Tensor]
 # Columns and lengths of sums of multiples of this leave no remainder in the vectors of a CPU.
 EVEN = 32
 

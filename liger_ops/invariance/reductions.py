@@ -9,7 +9,6 @@ of float32 did not below 17 rows, or anywhere for 151936 columns, nor did its cu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .products import is_rounded
-from .rows import Results, aligned, compute, described, names_of
-
-Base = Callable[..., Any]
+from .rows import Base, Results, aligned, compute, described, names_of
 
 
 def along_axes(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
@@ -51,7 +48,8 @@ def along_axes(overload: Any, base: Base, *args: Any, **options: Any) -> Any:
         # half_to_float and input_dtype say what the result is.
         wide = torch.float32 if rest.get("half_to_float") else rest.get("input_dtype", x.dtype)
         functions[1] = functools.partial(_by_own_op, own, wide)
-    key = tuple((name, described(rest[name])) for name in rest if name not in of_rows)
+    options_of = ((name, described(rest[name])) for name in rest if name not in of_rows)
+    key = (base.out_dtype, *options_of)
     rows = (aligned(given[name].reshape(-1, *x.shape[first:])) for name in of_rows)
     results = compute(str(overload), key, functions, *rows)
     shaped = tuple(result.reshape(*x.shape[:first], *result.shape[1:]) for result in results)

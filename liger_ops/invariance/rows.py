@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,19 @@ from ..invariant_mode import NotInvariantError, as_they_are
 Results = tuple[Tensor, ...]
 Function = Callable[..., Results]
 ByRows = Callable[..., Results]
+
+
+class Base(Protocol):
+    """PyTorch's own function of an operator.
+
+    Attributes:
+        out_dtype: the dtype of the call's `out`, which decides which kernel runs; None without one.
+    """
+
+    @property
+    def out_dtype(self) -> torch.dtype | None: ...
+    def __call__(self, /, *args: Any, **options: Any) -> Any: ...
+
 
 ROWS = 64
 # The rows of a trial on a GPU. Which kernel cuBLAS chooses changes most below 300 rows.
@@ -141,7 +154,7 @@ def _holds(way: Way, functions: Sequence[Function], like: tuple[Tensor, ...]) ->
     function = functions[which]
     generator = torch.Generator(like[0].device).manual_seed(0)
     one = [_random(x, 1, generator) for x in like]
-    widest = max(x.numel() for x in (*one, *function(*one)))
+    widest = max(x.numel() for x in (*one, *called(function, *one)))
     tried: tuple[int, ...] = COUNTS_OF_BLOCKS if called is blocks else COUNTS
     counts = [n for n in tried if n * widest <= MOST_NUMBERS] or [1]
     most = counts[-1]

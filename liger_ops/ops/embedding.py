@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import library
+from ..record import looked_up
 from .tensors import widened
 
 
@@ -53,7 +54,8 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -
         tensor([[3., 4.],
                 [1., 2.]])
     """
-    y = F.embedding(indices, weight).contiguous()
+    with looked_up("indices", f"from 0 to {weight.shape[0] - 1}"):
+        y = F.embedding(indices, weight).contiguous()
     if padding_idx is not None:
         # PyTorch's own padding_idx leaves the tangent of these rows in forward-mode AD.
         padding = torch.eq(indices, row_of(padding_idx, weight.shape[0]))

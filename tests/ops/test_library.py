@@ -172,8 +172,7 @@ def test_the_arguments_of_derived_ops() -> None:
 
 
 def is_derived(op: OpUnderTest) -> bool:
-    definition = library.OPS[op.backward_name].definition
-    definition = getattr(definition, "__wrapped__", definition)
+    definition = inspect.unwrap(library.OPS[op.backward_name].definition)
     return Path(definition.__code__.co_filename).name == "derived.py"
 
 

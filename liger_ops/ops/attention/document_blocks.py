@@ -33,8 +33,11 @@ def forward(call: Any, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor
     """Return y and lse of a call of varlen_attention_forward, computed in `dtype`."""
     T, H, _ = call.query.shape
     y = call.query.new_zeros((T, H, call.value.shape[2]))
-    lse = torch.full((H, T), -float("inf"), dtype=dtype, device=y.device)
     sinks = None if call.sinks is None else call.sinks.to(dtype).view(H, 1)
+    # Those of tokens of no document.
+    lse = torch.full((H, T), -float("inf"), dtype=dtype, device=y.device)
+    if sinks is not None:
+        lse[:] = sinks
     for document in _documents(call):
         operands = _Operands(call, document, dtype, scale)
         for first in range(0, document.length, BLOCK):
@@ -97,12 +100,19 @@ def backward(call: Any, dtype: torch.dtype, scale: float) -> list[Tensor | None]
         outputs = (dquery, dkey, dvalue)
         for output, gradient in zip(outputs, gradients, strict=True):
             output[document.tokens] = gradient[:, : document.length].transpose(0, 1)
-    dsinks = None
-    if call.sinks is not None:
-        inside = lse > -float("inf")
-        sinks = call.sinks.to(dtype).view(-1, 1)
-        dsinks = -torch.where(inside, (sinks - lse).exp() * delta, 0.0).sum(-1)
+    dsinks = None if call.sinks is None else gradient_of_sinks(call, delta)
     return [dquery, dkey, dvalue, dsinks]
+
+
+def gradient_of_sinks(call: Any, delta: Tensor) -> Tensor:
+    """Return the gradient of the sinks of a call of varlen_attention_backward, from dy . y.
+
+    Where a query sees no key, lse is the sink, and y is 0. Its dy adds nothing, whatever it holds:
+    at a token of no document it may be NaN. The sink may be minus infinity.
+    """
+    sinks, lse = call.sinks.to(delta.dtype).view(-1, 1), call.lse.to(delta.dtype)
+    sees_none = (lse == sinks) & (call.y == 0).all(-1).mT
+    return -torch.where(sees_none, 0.0, (sinks - lse).exp() * delta).sum(-1)
 
 
 def _gradients_of_block(
@@ -140,6 +150,13 @@ class _Operands:
     def __init__(self, call: Any, document: _Document, dtype: torch.dtype, scale: float) -> None:
         self.call, self.document, self.dtype, self.scale = call, document, dtype, scale
         self.query, self.key, self.value = map(self.padded, (call.query, call.key, call.value))
+        # A token that is no key is 0: so nothing depends on it, whatever it holds.
+        is_key = torch.arange(self.key.shape[1], device=self.key.device) < document.keys
+        if document.key_mask is not None:
+            is_key = is_key & F.pad(document.key_mask, (0, -document.length % BLOCK))
+        self.key, self.value = (
+            torch.where(is_key[:, None], x, 0.0) for x in (self.key, self.value)
+        )
         self.group = call.query.shape[1] // call.key.shape[1]
 
     def padded(self, x: Tensor) -> Tensor:

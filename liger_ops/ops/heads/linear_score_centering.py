@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import ABOVE_0, AT_LEAST_0
+from ...record import OutOfRangeError
 from ..losses.cross_entropy import REDUCTIONS
 from ..losses.log_prob import OPTIONS
 from ..losses.score_centering import WEIGHTS, SampledTokens, losses_of
@@ -200,7 +201,10 @@ def linear_score_centering_forward(
     for chunk, chunk_head, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
         targets = tokens.targets[chunk]
         part = as_log_prob(_LOG_PROB, call, logits=logits, target=targets)
-        log_prob, _, lse, *_, error = _LOG_PROB.definition(*part)
+        try:
+            log_prob, _, lse, *_, error = _LOG_PROB.definition(*part)
+        except OutOfRangeError as raised:
+            raise OutOfRangeError("target and words", *raised.args[1:]) from None
         coefficients = tokens.sampled.chunk(chunk).coefficients(log_prob)
         parts.append((log_prob, lse, coefficients, error))
         if in_forward:

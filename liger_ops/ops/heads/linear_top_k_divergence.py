@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import ABOVE_0
+from ...record import looked_up
 from ..losses.cross_entropy import effective, log_softmax_of, logsumexp
 from ..losses.log_prob import OPTIONS, at_words, tempered
 from ..losses.top_k import check_teacher, distinct, divergence_of_classes
@@ -231,13 +232,8 @@ def _listed(columns: Tensor, z: Tensor) -> Tensor:
 
 def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of the forward for rows of z."""
-    try:
+    with looked_up("teacher_ids", f"negative, or from 0 to {z.shape[-1] - 1}"):
         logits = z.gather(-1, ids.clamp(min=0))
-    except (IndexError, RuntimeError) as error:
-        raise IndexError(
-            "linear_top_k_divergence: teacher_ids must be negative, or from 0 to"
-            f" {z.shape[-1] - 1}, got one that is not: {error}"
-        ) from None
     others = torch.where(_listed(_columns(ids, z), z), -float("inf"), z)
     counts = (ids >= 0).any(-1)
     rest, lost = (torch.where(counts, value, 0.0) for value in logsumexp(others))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE, Options
+from ...record import looked_up
 from ..tensors import is_eager, widened
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -150,7 +151,7 @@ def cross_entropy_forward(
     x = effective(call.logits, call.softcap, call.logit_scale)
     maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
-    target_logit = picked(x, target, call.ignore_index, "cross_entropy")
+    target_logit = picked(x, target, call.ignore_index)
     within = target != call.ignore_index
     weights, counts = token_weights(target, within, weight, call.token_weight, x.dtype)
     smooth = None
@@ -280,29 +281,25 @@ def log_softmax_of(x: Tensor, lse: Tensor, lse_error: Tensor) -> Tensor:
     return centred.sub_(lse_error) if is_eager(x) else centred - lse_error
 
 
-def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
+def picked(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Return x at the target, or at each of K targets, (..., K); 0 where a target is ignored.
 
-    Raise IndexError for a target that is out of range, on a CPU.
+    Raise OutOfRangeError for a target that is out of range, on a CPU.
     """
-    must = f"{op}: target must be ignore_index, {ignore_index}, or from 0 to {x.shape[-1] - 1}"
+    accepted = f"ignore_index, {ignore_index}, or from 0 to {x.shape[-1] - 1}"
     if target.dim() == x.dim():
         ignored = target == ignore_index
-        try:
+        with looked_up("target", accepted):
             listed = x.gather(-1, target.masked_fill(ignored, 0).long())
-        except (IndexError, RuntimeError) as error:
-            raise IndexError(f"{must}, got one that is not: {error}") from None
         return listed.masked_fill(ignored, 0.0)
     # nll_loss takes ignored targets, and raises if another one is out of range.
-    try:
+    with looked_up("target", accepted):
         negated = torch.nn.functional.nll_loss(
             x.reshape(-1, x.shape[-1]),
             target.reshape(-1).long(),
             ignore_index=ignore_index,
             reduction="none",
         )
-    except IndexError as error:
-        raise IndexError(f"{must}, got one that is not: {error}") from None
     return -negated.reshape(target.shape)
 
 

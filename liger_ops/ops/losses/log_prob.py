@@ -144,7 +144,7 @@ def log_prob_forward(call: Any) -> Results:
     lse, lse_error = rounded_lse(maximum, log_sum)
     if has_words(call):
         maximum, log_sum = maximum.unsqueeze(-1), log_sum.unsqueeze(-1)
-    log_prob = picked(x, call.target, call.ignore_index, "log_prob") - maximum - log_sum
+    log_prob = picked(x, call.target, call.ignore_index) - maximum - log_sum
     # The entropy is computed from PyTorch's log_softmax, which is more exact than lse: all classes
     # share the error of its sum of exponentials.
     log_p = torch.log_softmax(x, -1)

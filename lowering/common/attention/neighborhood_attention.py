@@ -21,8 +21,6 @@ from .... import library
 from ....ops.attention.windows import Window, windows
 from ..tensors import cdiv, unit_stride
 
-# exp(x) is computed as exp2(x * LOG2E).
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 

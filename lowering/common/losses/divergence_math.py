@@ -4,7 +4,7 @@ probabilities, q the student's."""
 import triton
 import triton.language as tl
 
-from ..triton_math import log_of_normal
+from ..triton_math import log_of_normal, soft_cap_slope
 
 
 @triton.jit
@@ -17,9 +17,7 @@ def logits_gradient(slope, grad, x, scale, softcap, hard, sharp):
         # The slope of a divergence whose gradient is 0 may be inf, and 0 * inf is NaN.
         dx = tl.where(grad != 0.0, dx, 0.0) + hard * sharp
     if softcap is not None:
-        # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
-        turn = x * (1.0 / softcap)
-        dx *= 1.0 - turn * turn
+        dx *= soft_cap_slope(x, softcap)
     return dx * scale
 
 

@@ -7,7 +7,7 @@ Options that are not used are None, and kernels are compiled without them. Names
 import triton
 import triton.language as tl
 
-from ..triton_math import VANISHING
+from ..triton_math import VANISHING, soft_cap_slope, soft_capped
 
 
 @triton.jit
@@ -20,8 +20,7 @@ def effective(logits, logit_scale, softcap):
     if logit_scale is not None:
         x = x * logit_scale
     if softcap is not None:
-        # tanh(v) as 2 * sigmoid(2 * v) - 1, which has a limit at infinity.
-        x = softcap * (2.0 * tl.sigmoid(x * (2.0 / softcap)) - 1.0)
+        x = soft_capped(x, softcap)
     return x
 
 
@@ -49,9 +48,7 @@ def logit_gradient(
     if HAS_SMOOTHING:
         dx -= smoothed * class_weight
     if softcap is not None:
-        # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
-        turn = x * (1.0 / softcap)
-        dx *= 1.0 - turn * turn
+        dx *= soft_cap_slope(x, softcap)
     if logit_scale is not None:
         dx *= logit_scale
     return dx

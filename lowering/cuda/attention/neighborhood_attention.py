@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...common.attention.neighborhood_attention import (
     LN2,
-    LOG2E,
     Problem,
     keys_of,
     keys_of_tile,
@@ -25,7 +24,7 @@ from ...common.attention.neighborhood_attention import (
     strides,
 )
 from ...common.tensors import next_power_of_2
-from ...common.triton_math import LOWEST
+from ...common.triton_math import LOG2E, LOWEST
 from ..launch import launch, on_nvidia
 
 SIZES = [

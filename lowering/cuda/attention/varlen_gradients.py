@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.tensors import cdiv, next_power_of_2, unit_stride
+from ...common.triton_math import soft_cap_slope
 from ..launch import launch
 from .varlen_kernels import (
     LOG2E,
@@ -52,10 +53,11 @@ def _varlen_statistics_kernel(
     tl.store(statistics_ptr + (H * T.to(tl.int64) + at), delta, mask=token < T)
     if dsinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        # Where no key is seen and the sink has no weight, both are minus infinity.
-        has_weight = (token < T) & (lse != -float("inf"))
-        share = tl.where(has_weight, tl.exp2((sink - lse) * LOG2E), 0.0)
-        tl.store(dsinks_ptr + (tile * H + head), -tl.sum(share * delta, 0))
+        # Where no key is seen, lse is the sink, and y is 0. Its dy adds nothing, whatever it holds:
+        # at a token of no document it may be NaN. The sink may be minus infinity.
+        sees_none = (lse == sink) & (tl.sum(tl.abs(y), 1) == 0.0)
+        share = tl.where(sees_none, 0.0, tl.exp2((sink - lse) * LOG2E) * delta)
+        tl.store(dsinks_ptr + (tile * H + head), -tl.sum(tl.where(token < T, share, 0.0), 0))
 
 
 @triton.jit
@@ -78,13 +80,6 @@ def _load_statistics(
 
 
 @triton.jit
-def _slope(scores, softcap):
-    # The derivative of softcap * tanh(v) is 1 - tanh(v)**2.
-    capped = scores * (1.0 / (softcap * LOG2E))
-    return 1.0 - capped * capped
-
-
-@triton.jit
 def _visit_keys_of_gradient(
     q, dy, lse, delta, dq, query, k_ptr, v_ptr, key_mask_ptr, k_t, v_t,
     low, high, length, keys, D, E, window_left, window_right, scale, softcap,
@@ -94,20 +89,21 @@ def _visit_keys_of_gradient(
     cols, value_cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     for start in tl.range(low, high, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D)
+        is_key = None
+        if MASKED:
+            is_key = is_key_of(key_mask_ptr, key, keys)
+        # A token that is no key is not read: 0 * NaN would be NaN.
+        k = load_rows(k_ptr, key, k_t, keys, cols, D, MASKED, EVEN_D, is_key)
         v = load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
         score = scores_of(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         shifted = score - lse[:, None]
         if MASKED:
-            is_key = is_key_of(key_mask_ptr, key[None, :], keys)
-            seen = is_seen(
-                query[:, None], key[None, :], is_key, length, keys, window_left, window_right
-            )
+            seen = is_seen(query, key, is_key, length, keys, window_left, window_right, 1)
             shifted = tl.where(seen, shifted, -float("inf"))
         ds = tl.exp2(shifted) * (dp - delta[:, None])
         if softcap is not None:
-            ds *= _slope(score, softcap)
+            ds *= soft_cap_slope(score, softcap * LOG2E)
         if MASKED:
             # Where p is 0, p * inf would be NaN.
             ds = tl.where(seen, ds, 0.0)
@@ -189,9 +185,7 @@ def _visit_queries(
             dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         shifted = score - lse[None, :]
         if MASKED:
-            seen = is_seen(
-                query[None, :], key[:, None], is_key, length, keys, window_left, window_right
-            )
+            seen = is_seen(query, key, is_key, length, keys, window_left, window_right, 0)
             shifted = tl.where(seen, shifted, -float("inf"))
         p = tl.exp2(shifted)
         if WANTS_VALUE:
@@ -201,7 +195,7 @@ def _visit_queries(
                 dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             if softcap is not None:
-                ds *= _slope(score, softcap)
+                ds *= soft_cap_slope(score, softcap * LOG2E)
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -253,7 +247,7 @@ def _varlen_key_gradient_kernel(
     if key_mask_ptr is not None:
         key_mask_ptr += begin
         full_low, full_high = without_full_tiles(holes_ptr, low, full_low, full_high)
-    is_key = is_key_of(key_mask_ptr, key[:, None], keys)
+    is_key = is_key_of(key_mask_ptr, key, keys)
     size = tl.num_programs(1).to(tl.int64) * group * T
     for i in tl.range(0, group):
         head = key_head * group + i

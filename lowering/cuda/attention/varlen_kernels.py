@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....ops.attention.varlen_attention import scale_of
-from ...common.attention.neighborhood_attention import LN2, LOG2E
+from ...common.attention.neighborhood_attention import LN2
 from ...common.tensors import contiguous, next_power_of_2, unit_stride
-from ...common.triton_math import LOWEST
+from ...common.triton_math import LOG2E, LOWEST, tanh
 from ..launch import compute_capability, launch, on_nvidia, shared_memory
 
 
@@ -77,13 +77,20 @@ def tile_of_program(cu_ptr, lengths_ptr, N, T, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, end, cols, D, MASKED: tl.constexpr, EVEN: tl.constexpr):
-    # EVEN says that a row has as many elements as cols; rows are below `end` unless MASKED.
+def load_rows(
+    ptr, rows, stride, end, cols, D, MASKED: tl.constexpr, EVEN: tl.constexpr, is_row=None
+):  # fmt: skip
+    # EVEN says that a row has as many elements as cols; rows are below `end` unless MASKED. Rows
+    # that are not read are 0: those that are not `is_row` too.
     at = ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :])
+    if MASKED:
+        inside = rows < end
+        if is_row is not None:
+            inside = inside & is_row
     if MASKED and EVEN:
-        x = tl.load(at, mask=(rows < end)[:, None], other=0.0)
+        x = tl.load(at, mask=inside[:, None], other=0.0)
     elif MASKED:
-        x = tl.load(at, mask=(rows < end)[:, None] & (cols < D)[None, :], other=0.0)
+        x = tl.load(at, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
     elif EVEN:
         x = tl.load(at)
     else:
@@ -99,11 +106,12 @@ def store_rows(ptr, rows, stride, end, cols, D, values):
 
 
 @triton.jit
-def is_seen(query, key, is_key, length, keys, window_left, window_right):
-    # `query`, `key` and `is_key` broadcast against each other.
+def is_seen(query, key, is_key, length, keys, window_left, window_right, KEY_AXIS: tl.constexpr):
+    # The scores are (keys, queries) for the KEY_AXIS 0, and (queries, keys) for 1.
+    query, key = tl.expand_dims(query, KEY_AXIS), tl.expand_dims(key, 1 - KEY_AXIS)
     seen = (key < keys) & (query < length)
     if is_key is not None:
-        seen = seen & is_key
+        seen = seen & tl.expand_dims(is_key, 1 - KEY_AXIS)
     if window_left is not None:
         seen = seen & (key >= query - window_left)
     if window_right is not None:
@@ -126,8 +134,7 @@ def scores_of(products, scale, softcap):
     if softcap is None:
         scores = products * (scale * LOG2E)
     else:
-        x = products * (scale * (2.0 / softcap))
-        scores = (softcap * LOG2E) * (2.0 * tl.sigmoid(x) - 1.0)
+        scores = (softcap * LOG2E) * tanh(products * (scale * (1.0 / softcap)))
     return scores
 
 
@@ -180,18 +187,18 @@ def _visit_keys(
             score, factor = products, tl.maximum(scale * LOG2E, SMALLEST)
         else:
             score, factor = scores_of(products, scale, softcap), 1.0
+        is_key = None
         if MASKED:
             # A row without any key so far keeps the maximum LOWEST, for which exponentials are 0.
-            is_key = is_key_of(key_mask_ptr, key[None, :], keys)
-            seen = is_seen(
-                query[:, None], key[None, :], is_key, length, keys, window_left, window_right
-            )
+            is_key = is_key_of(key_mask_ptr, key, keys)
+            seen = is_seen(query, key, is_key, length, keys, window_left, window_right, 1)
             score = tl.where(seen, score, -float("inf"))
         higher = tl.maximum(maximum, tl.max(score, 1) * factor)
         p = tl.exp2(score * factor - higher[:, None])
         decay = tl.exp2(maximum - higher)
         total = total * decay + tl.sum(p, 1)
-        v = load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E)
+        # The value of a token that is no key is not read: 0 * NaN would be NaN.
+        v = load_rows(v_ptr, key, v_t, keys, value_cols, E, MASKED, EVEN_E, is_key)
         mixed = tl.dot(p.to(v.dtype), v, mixed * decay[:, None], input_precision=PRECISION)
         maximum = higher
     return maximum, total, mixed
@@ -242,11 +249,12 @@ def _varlen_forward_kernel(
         full_high, high, length, keys, D, E, window_left, window_right, scale, softcap,
         True, EVEN_D, EVEN_E, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
+    sees_none = total == 0.0
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        higher = tl.maximum(maximum, sink)
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        higher = tl.maximum(maximum, sink * LOG2E)
         decay = tl.exp2(maximum - higher)
-        total = total * decay + tl.exp2(sink - higher)
+        total = total * decay + tl.exp2(sink * LOG2E - higher)
         mixed = mixed * decay[:, None]
         maximum = higher
     is_empty = total == 0.0
@@ -255,6 +263,9 @@ def _varlen_forward_kernel(
     store_rows(y_ptr, query, y_t, length, tl.arange(0, BLOCK_E), E, mixed)
     lse = (maximum + tl.log2(tl.where(is_empty, 1.0, total))) * LN2
     lse = tl.where(is_empty, -float("inf"), lse)
+    if sinks_ptr is not None:
+        # Exactly: by this the backward tells such a query.
+        lse = tl.where(sees_none, sink, lse)
     tl.store(lse_ptr + (head * T + begin + query), lse, mask=query < length)
 
 

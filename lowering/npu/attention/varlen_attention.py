@@ -45,6 +45,7 @@ from torch import Tensor
 
 from .... import library
 from ....invariant_mode import is_invariant
+from ....ops.attention.document_blocks import gradient_of_sinks
 from ....ops.attention.document_bounds import (
     SHORT,
     HostDocument,
@@ -256,8 +257,7 @@ def backward(call: Any) -> Any:
     *gradients, dsinks = outputs
     if dsinks is not None:
         delta = torch.einsum("the,the->ht", call.dy.float(), call.y.float())
-        share = _seen(call.lse, (call.sinks.float().unsqueeze(-1) - call.lse).exp())
-        dsinks.copy_(-(share * delta).sum(-1))
+        dsinks.copy_(gradient_of_sinks(call, delta))
     wants_any = any(gradient is not None for gradient in gradients)
     for queries, keys, options in calls if wants_any else ():
         tensors = (call.query, call.key, call.value, call.dy, call.y)

@@ -66,8 +66,7 @@ def scaled(case: Any, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """Return the magnitudes of the effective logits, and the weights of tokens and classes."""
     x = tensors["logits"].double().abs() * case.logit_scale
     if case.softcap is not None:
-        # The rounding error of tanh is relative to 1.
-        x = x.clamp(max=case.softcap) + case.softcap
+        x = x.clamp(max=case.softcap)
     one = torch.ones((), dtype=torch.float64, device=x.device)
     token, weight = (tensors[name] for name in ("token_weight", "weight"))
     tokens = one if token is None else token.double()

@@ -121,8 +121,7 @@ def rounding(case: Any, logits: Tensor) -> float:
     eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
     # The head's and the LoRA's products are rounded one after the other.
     eps *= 1 if case.rank is None else 2
-    # The rounding error of tanh is relative to 1.
-    size = max_abs(logits) + ((case.softcap or 0) + math.log(case.V)) / case.temperature
+    size = max_abs(logits) + math.log(case.V) / case.temperature
     return (eps + 16 * eps32) * size
 
 

@@ -45,16 +45,12 @@ class Bounds:
         z, teacher_z = logits_of(case, tensors)
         dtypes = (case.dtype, case.teacher_dtype or case.dtype)
         temperatures = (case.temperature, teacher_temperature)
-        caps = (case.softcap or 0, case.teacher_softcap or 0)
         self.log_q, self.log_p = z / case.temperature, teacher_z / teacher_temperature
         eps32 = torch.finfo(torch.float32).eps
         # The errors of the logits at temperature 1, and of both log-probabilities together.
         self.logit, self.logarithm, size = 0.0, 0.0, 0.0
-        for x, dtype, temperature, cap in zip(
-            (z, teacher_z), dtypes, temperatures, caps, strict=True
-        ):
-            # The rounding error of tanh is relative to 1.
-            largest = max_abs(x) + cap + math.log(max(case.V, case.W))
+        for x, dtype, temperature in zip((z, teacher_z), dtypes, temperatures, strict=True):
+            largest = max_abs(x) + math.log(max(case.V, case.W))
             error = (roundings * torch.finfo(dtype).eps + 16 * eps32) * largest
             self.logit = max(self.logit, error)
             self.logarithm += 2 * error / temperature

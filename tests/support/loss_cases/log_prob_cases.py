@@ -69,8 +69,7 @@ def sizes(case: Any, tensors: Tensors) -> tuple[float, float]:
     """Return the magnitudes of lse, and of the entropy."""
     x = max_abs(tensors["logits"]) * case.logit_scale
     if case.softcap is not None:
-        # The rounding error of tanh is relative to 1.
-        x = min(x, case.softcap) + case.softcap
+        x = min(x, case.softcap)
     entropy = math.log(case.shape[-1])
     return x / case.temperature + entropy, entropy
 
