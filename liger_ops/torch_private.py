@@ -122,6 +122,14 @@ PARTS = {
         "layers of the kernels hub while a model is exported: they run the model's own code",
         contextlib.nullcontext,
     ),
+    # What calls functions when torch.compile begins to compile, and when it ends.
+    "compilation_callbacks": Part(
+        "torch._dynamo.callback:callback_handler",
+        "compiling one model while `bench report` measures another: it takes longer",
+        types.SimpleNamespace(
+            register_start_callback=lambda _: None, register_end_callback=lambda _: None
+        ),
+    ),
     # Tracing on tensors without data, and the values of nodes in a graph.
     "FakeTensorMode": Part("torch._subclasses.fake_tensor:FakeTensorMode", _TRACES),
     "FakeTensor": Part("torch._subclasses.fake_tensor:FakeTensor", _REWRITES, _NoTensor),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from dataclasses import replace
 from itertools import groupby
@@ -17,7 +18,7 @@ pytest.importorskip("transformers", reason="the models are those of transformers
 from bench_points import rates, timed
 from liger_ops.bench import records as files
 from liger_ops.bench.command_line import main
-from liger_ops.bench.report import command_line, measured, page
+from liger_ops.bench.report import command_line, measured, page, turns
 from liger_ops.bench.report.plan import (
     CURVE_WAYS,
     CURVES,
@@ -104,6 +105,7 @@ def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             outcomes["made"].append(self.names)
             for name in self.names:
                 outcome = outcomes.get(name, STEP)
+                outcome = outcome(name) if callable(outcome) else outcome
                 if isinstance(outcome, BaseException):
                     raise outcome
                 if isinstance(outcome, str):
@@ -199,6 +201,74 @@ def test_gpus_measure_at_once_and_the_masked_batches_of_a_way_share_a_process(
         assert len({records[name].result["gpu"] for name in names}) == 1
     masked = [f"steps_mistral_{batch}_liger" for batch in BATCHES[1:]]
     assert masked in outcomes["made"]
+
+
+def test_what_does_not_fit_beside_another_process_is_measured_alone(
+    tmp_path: Path, outcomes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fits_alone(name: str) -> Any:
+        run = next(run for run in runs if name in {one.name for one in run.wanted})
+        return STEP if run.workers == 1 else "torch.OutOfMemoryError: CUDA out of memory"
+
+    runs: list[Any] = []
+
+    class Shared(command_line._Measuring):
+        def all(self, wanted: Any, *others: Any) -> None:
+            self.wanted, self.workers = wanted, 2
+            runs.append(self)
+            super().all(wanted, *others)
+
+    monkeypatch.setattr(command_line, "_Measuring", Shared)
+    outcomes[step("fused")] = fits_alone
+    assert quick_steps(tmp_path) == 0
+    assert outcomes["made"].count([step("fused")]) == 2
+    assert outcomes["made"].count([step("eager")]) == 1
+    assert not any(found.error for found in load(tmp_path).values())
+
+
+@pytest.mark.skipif(not turns.HAS_TURNS, reason="Windows has no flock")
+def test_a_process_has_its_turn_but_while_it_compiles(tmp_path: Path) -> None:
+    import fcntl
+
+    file = tmp_path / "turn"
+    turn, other = turns.Turn(file), file.open("a")
+
+    def is_free() -> bool:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(other, fcntl.LOCK_UN)
+        return True
+
+    seen: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(is_free())
+
+        def run(*args: Any) -> Any:
+            seen.append(is_free())
+            return graph(*args)
+
+        return run
+
+    try:
+        seen.append(is_free())
+        with turn:
+            torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+        seen.append(is_free())
+    finally:
+        callbacks = turns.compilation_callbacks
+        callbacks.remove_start_callback(turn._begin_compilation)
+        callbacks.remove_end_callback(turn._end_compilation)
+    assert seen == [True, True, False, True]
+    # Time in which another process has its turn is not counted.
+    fcntl.flock(other, fcntl.LOCK_EX)
+    before = turn.clock(), time.perf_counter()
+    threading.Timer(0.3, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+    with turn:
+        counted, passed = turn.clock() - before[0], time.perf_counter() - before[1]
+    assert passed > 0.25 and counted < 0.1
 
 
 def test_the_records_beside_a_page_can_be_taken(tmp_path: Path, outcomes: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from .plan import (
     save_all,
     store,
 )
+from .turns import HAS_TURNS, Turn
 
 DESCRIPTION = """\
 Measure this machine's GPU within an hour, and write one page about it: training steps of ten
@@ -69,8 +71,12 @@ def main(arguments: Sequence[str]) -> int:
         here = [measurement for measurement in planned if measurement.name in options.one]
         prepare(here[0])
         wait_to_be_called()
+        turn = Turn(options.turn) if options.turn else None
         for measurement in here:
-            _in_this_process(measurement, options.records, options.commit or commit_here())
+            with turn or nullcontext():
+                outcome, seconds = _outcome(measurement, turn.clock if turn else time.perf_counter)
+            commit = options.commit or commit_here()
+            store(options.records, record(measurement, outcome, seconds, commit))
         return 0
     try:
         return _report(options, parser.prog)
@@ -99,6 +105,7 @@ def _parser() -> Parser:
     parser.add_argument("--retry", action="store_true", help="measure again what failed")
     parser.add_argument("--commit", help="what is measured, where git cannot say it")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -164,13 +171,17 @@ def _say(text: str) -> None:
 
 
 class _Measuring:
-    """A run that measures what has no record, on several GPUs at once if they are there."""
+    """A run that measures what has no record."""
 
     def __init__(self, folder: Path, records: dict[str, Record], commit: str, retry: bool) -> None:
         self.folder, self.commit = folder, commit
         self.done = {name for name, found in records.items() if not (retry and found.error)}
         self.on_cpu = is_cpu(device_name())
         self.is_over = False
+        # The processes of a GPU: one is measured, or trains, while another compiles.
+        self.workers = 2 if HAS_TURNS and not self.on_cpu else 1
+        # What failed for want of memory beside another process.
+        self.alone: list[Measurement] = []
         self.lock = threading.Lock()
         self.processes: set[_Process] = set()
 
@@ -183,38 +194,38 @@ class _Measuring:
         self.left = [one for one in wanted if one.name not in self.done]
         self.began, self.seconds, self.total = time.perf_counter(), seconds, len(wanted)
         _say(f"{len(wanted)} measurements, {len(wanted) - len(self.left)} of them made earlier")
+        self._share([gpu for gpu in gpus for _ in range(self.workers)])
+        if self.alone and not self._is_late():
+            _say(f"{self._minutes()}: {len(self.alone)} again, each with a GPU for itself")
+            self.left, self.alone, self.workers = self.alone + self.left, [], 1
+            self._share(gpus)
+        self.left += self.alone
+        if self.left:
+            _say(f"{self._minutes()}: the time is over, {len(self.left)} measurements are left")
+
+    def _share(self, gpus: Sequence[str]) -> None:
+        """Make the measurements, a process at a time on each GPU of the list."""
         with ThreadPoolExecutor(len(gpus)) as pool:
             workers = [pool.submit(self._measure_on, gpu) for gpu in gpus]
             try:
                 for worker in workers:
                     worker.result()
-            finally:
+            except BaseException:
                 with self.lock:
                     self.is_over = True
                     for process in self.processes:
                         process.fresh.kill()
-        if self.left:
-            _say(f"{self._minutes()}: the time is over, {len(self.left)} measurements are left")
+                raise
 
     def _measure_on(self, gpu: str) -> None:
         """Make measurements until none is left or the time is over."""
-        ahead = self._next(gpu)
-        try:
-            while (process := ahead) is not None and not self._is_late():
-                _say(f"{self._minutes()}, {process.number}/{self.total}: {process} ...")
-                # The next one prepares while this one is measured.
-                ahead = None
-                ahead = self._next(gpu)
-                done = self._records_of(process)
-                names = {found.name for found in done}
-                with self.lock:
-                    self.left[:0] = [one for one in process.batch if one.name not in names]
-                ahead = ahead or self._next(gpu)
-        finally:
-            if ahead is not None:
-                ahead.end()
-                with self.lock:
-                    self.left[:0] = ahead.batch
+        while (process := self._next(gpu)) is not None:
+            _say(f"{self._minutes()}, {process.number}/{self.total}: {process} ...")
+            done = {found.name for found in self._records_of(process)}
+            with self.lock:
+                self.processes.discard(process)
+                undone = [one for one in process.batch if one.name not in done]
+                self.left[:0] = [one for one in undone if one not in self.alone]
 
     def _records_of(self, process: _Process) -> list[Record]:
         """Have a process measure; return the records, which are stored."""
@@ -230,6 +241,12 @@ class _Measuring:
             store(self.folder, done[-1])
         for found in done:
             _say(f"    {found.name}: {page.told(found)}")
+        if self.workers > 1:
+            # Two models may not fit where one does.
+            again = {found.name for found in done if "out of memory" in found.error.lower()}
+            with self.lock:
+                self.alone += [one for one in process.batch if one.name in again]
+            done = [found for found in done if found.name not in again]
         return done
 
     def _is_late(self) -> bool:
@@ -264,6 +281,8 @@ class _Process:
         arguments = ["liger_ops.bench", "report", "--one", *names, "--records", str(folder)]
         arguments += ["--quick"] if batch[0].quick else []
         arguments += ["--commit", commit] if commit else []
+        if HAS_TURNS:
+            arguments += ["--turn", str(Path(tempfile.gettempdir(), f"liger_ops_turn_{gpu}"))]
         environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         self.caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         if batch[0].part == "steps":
@@ -283,16 +302,12 @@ class _Process:
         self.caches.cleanup()
         return outcome if isinstance(outcome, dict) else {"error": "it left no record"}
 
-    def end(self) -> None:
-        self.fresh.end()
-        self.caches.cleanup()
 
-
-def _in_this_process(measurement: Measurement, folder: Path, commit: str) -> None:
-    began = time.perf_counter()
+def _outcome(measurement: Measurement, clock: Callable[[], float]) -> tuple[dict[str, Any], float]:
+    """Measure in this process; return what came of it, and the seconds by the clock on a GPU."""
+    began = clock()
     try:
-        outcome: dict[str, Any] = measured(measurement)
+        outcome = measured(measurement, clock)
     except Exception as error:
         outcome = {"error": one_line(error)}
-    seconds = time.perf_counter() - began if torch.cuda.is_available() else 0.0
-    store(folder, record(measurement, outcome, seconds, commit))
+    return outcome, clock() - began if torch.cuda.is_available() else 0.0

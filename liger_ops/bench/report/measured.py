@@ -82,7 +82,7 @@ class RunOnCPU(Run):
 
 def prepare(measurement: Measurement) -> None:
     """Import what a measurement needs, and start the GPU: 11 s of a process on an H200's machine,
-    which pass while another process measures."""
+    which pass while another has its turn."""
     if torch.cuda.is_available():
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
     if measurement.part in ("steps", "curves"):
@@ -95,23 +95,24 @@ def prepare(measurement: Measurement) -> None:
         importlib.import_module("liger_kernel.transformers")
 
 
-def measured(measurement: Measurement) -> dict[str, Any]:
-    """Return what is measured."""
+def measured(measurement: Measurement, clock: Callable[[], float]) -> dict[str, Any]:
+    """Return what is measured. `clock` times compilations."""
     if measurement.part == "steps":
-        return _step(*measurement.words, quick=measurement.quick)
+        return _step(*measurement.words, clock=clock, quick=measurement.quick)
     if measurement.part == "curves":
         return _curve(*measurement.words, quick=measurement.quick)
     return _op(*measurement.words)
 
 
-def _step(shape: str, batch: str, way: str, *, quick: bool) -> dict[str, Any]:
+def _step(
+    shape: str, batch: str, way: str, *, clock: Callable[[], float], quick: bool
+) -> dict[str, Any]:
     rows, length = TEXT[shape][3]
-    result = measure(
-        argparse.Namespace(
-            ways=[way], shape=shape, batch=batch, batch_size=rows, sequence_length=length,
-            layers=None, steps=2 if quick else 10, autocast=False, checkpoint=False,
-        )
+    options = argparse.Namespace(
+        ways=[way], shape=shape, batch=batch, batch_size=rows, sequence_length=length,
+        layers=None, steps=2 if quick else 10, autocast=False, checkpoint=False,
     )  # fmt: skip
+    result = measure(options, clock)
     # Another batch may follow in this process.
     torch.compiler.reset()
     gc.collect()

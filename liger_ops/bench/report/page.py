@@ -47,9 +47,9 @@ Models of transformers with random weights, in bfloat16; a step is forward, back
 AdamW. Each figure is the median of consecutive steps, with the 20th and 80th percentile, and the
 peak of the memory that PyTorch's allocator hands out. Each model and way has a process of its own,
 and another for the three batches with a mask, one after another, each with a new model and a new
-compilation. A way is not given a time if one of its first {WARM_UP} losses differs from those of
-the untouched model, eager or else compiled, by more than {LOSS_BOUND}. Only the loss is asked of
-the compiled function.
+compilation; another process may compile meanwhile, and waits for its turn on the GPU. A way is not
+given a time if one of its first {WARM_UP} losses differs from those of the untouched model, eager
+or else compiled, by more than {LOSS_BOUND}. Only the loss is asked of the compiled function.
 `python -m liger_ops.bench.steps.model --shape NAME --batch KIND WAY` measures one figure."""
 CURVES_ARE = """\
 Four small models, with random weights and bytes as tokens, are trained on *Paradise Lost* by John
