@@ -15,15 +15,21 @@ GROUPED_DTYPES, GROUPED_HEAD_DIM = (torch.float16, torch.bfloat16), 256
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int,
-    attention_mask: Tensor | None = None, **others: Any,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None, device: Any = "cpu", **others: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Return what `attention` takes as its mask: the batch's own mask of (B, K), or None.
+    """Return what `attention` takes as its mask: the batch's own mask of (B, K); without one, ones
+    for the filled keys of a cache that has room for more; or None.
 
     It is a function that transformers' `AttentionMaskInterface` registers. That for
     "flash_attention_2" gives the same mask but looks at its data, which breaks a graph.
     """
-    return None if attention_mask is None else attention_mask[:, -kv_length:]
+    if attention_mask is not None:
+        return attention_mask[:, -kv_length:]
+    filled = q_length if kv_length == q_length else int(q_offset) + q_length
+    if filled >= kv_length:
+        return None
+    return torch.ones((batch_size, filled), dtype=torch.bool, device=device)
 
 
 def attention(
@@ -64,11 +70,16 @@ def attention(
         y: (B, L, H, E), and None in place of weights.
 
     Raises:
-        ValueError: the model's attention is in chunks, or with cu_seq_lens_q it has dropout or a
-            cache, or is not causal.
+        ValueError: the model's attention is in chunks; attention_mask is no matrix; or with
+            cu_seq_lens_q it has dropout or a cache, or is not causal.
     """
     if getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
         raise ValueError("attention: a config with attention_chunk_size is not supported")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            "attention: attention_mask must be (B, K), a number for each key, got"
+            f" {tuple(attention_mask.shape)}"
+        )
     causal = bool(module.is_causal if is_causal is None else is_causal)
     batch, _, length, _ = query.shape
     window = sliding_window - 1 if sliding_window and sliding_window < key.shape[2] else -1
@@ -78,8 +89,10 @@ def attention(
     if is_whole and causal and attention_mask is None and cu_seq_lens_q is None:
         begins = _begins(query, position_ids)
     options = (attention_mask, cu_seq_lens_q, begins, softcap, s_aux)
-    if is_whole and window < 0 and all(option is None for option in options):
-        return _by_pytorch(query, key, value, dropout, scaling, causal), None
+    is_plain = window < 0 and all(option is None for option in options)
+    if is_plain and (is_whole or length == 1):
+        # The only query of a step of generation sees all keys.
+        return _by_pytorch(query, key, value, dropout, scaling, causal and is_whole), None
     if not is_whole or not causal or dropout:
         if cu_seq_lens_q is not None:
             raise ValueError(
@@ -152,9 +165,11 @@ def _with_scores(
     scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     """Compute attention with all scores in memory."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    # Queries that share a head of keys are one matrix, so that no head is copied.
+    heads, length = key.shape[1], query.shape[2]
+    grouped = query.unflatten(1, (heads, -1)).flatten(2, 3)
+    scores = (grouped @ key.mT).float().unflatten(2, (-1, length)).flatten(1, 2)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
@@ -163,4 +178,5 @@ def _with_scores(
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~visible, 0.0)
     weights = F.dropout(weights.to(value.dtype), dropout)
-    return (weights @ value).transpose(1, 2).contiguous()
+    y = weights.unflatten(1, (heads, -1)).flatten(2, 3) @ value
+    return y.unflatten(2, (-1, length)).flatten(1, 2).transpose(1, 2).contiguous()

@@ -122,6 +122,21 @@ def test_generation_finds_the_same_words(name: str, cache: str) -> None:
     assert torch.equal(model.generate(**given, **more), expected)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_with_room_needs_no_mask(name: str) -> None:
+    model = make(name).eval()
+    ids = batch_of("none")["input_ids"]
+    expected = [model(ids[:, :12]).logits, model(ids).logits[:, 12:]]
+    model.set_attn_implementation(NAME)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 9)
+    first = model(ids[:, :12], past_key_values=cache, use_cache=True).logits
+    rest = [
+        model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+        for i in range(12, LENGTH)
+    ]
+    torch.testing.assert_close([first, torch.cat(rest, 1)], expected, atol=2e-4, rtol=2e-4)
+
+
 class Module(torch.nn.Module):
     is_causal = True
 
@@ -164,6 +179,8 @@ def test_what_it_cannot_compute_is_refused() -> None:
     module.config = transformers.Llama4TextConfig(attention_chunk_size=4)
     with pytest.raises(ValueError, match="attention: a config with attention_chunk_size"):
         attention(module, *operands())
+    with pytest.raises(ValueError, match=r"attention_mask must be \(B, K\).* got \(2, 1, 6, 6\)"):
+        attention(Module(), *operands(), torch.ones(2, 1, 6, 6))
     starts = torch.tensor([0, 6, 12])
     for given in ({"dropout": 0.5}, {"is_causal": False}):
         with pytest.raises(ValueError, match="attention: with cu_seq_lens_q it is causal"):
