@@ -256,6 +256,7 @@ def test_a_process_has_its_turn_but_while_it_compiles(tmp_path: Path) -> None:
         seen.append(is_free())
         with turn:
             torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+        torch.compile(lambda x: x + 2, backend="eager")(torch.ones(3))
         seen.append(is_free())
     finally:
         callbacks = turns.compilation_callbacks

@@ -31,27 +31,36 @@ class Turn:
     def __init__(self, file: Path) -> None:
         self._file = file.open("a")
         self._waited = 0.0
+        self._is_taken = False
         compilation_callbacks.register_start_callback(self._begin_compilation)
         compilation_callbacks.register_end_callback(self._end_compilation)
 
     def __enter__(self) -> None:
-        began = time.perf_counter()
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._waited += time.perf_counter() - began
+        self._take()
+        self._is_taken = True
 
     def __exit__(self, *_: object) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._is_taken = False
+        self._give()
 
     def clock(self) -> float:
         """Return a time in seconds, without those in which this process waited for its turn."""
         return time.perf_counter() - self._waited
 
+    def _take(self) -> None:
+        began = time.perf_counter()
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._waited += time.perf_counter() - began
+
+    def _give(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
     def _begin_compilation(self, args: Any) -> None:
-        if args.callback_trigger.name in TRIGGERS:
-            self.__exit__()
+        if self._is_taken and args.callback_trigger.name in TRIGGERS:
+            self._give()
 
     def _end_compilation(self, args: Any) -> None:
-        if args.callback_trigger.name in TRIGGERS:
-            self.__enter__()
+        if self._is_taken and args.callback_trigger.name in TRIGGERS:
+            self._take()
