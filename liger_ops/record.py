@@ -34,7 +34,8 @@ class OutOfRangeError(IndexError):
 
     def __str__(self) -> str:
         argument, accepted, found = self.args
-        return f"{self.op}: {argument} must be {accepted}, got one that is not: {found}"
+        op = f"{self.op}: " if self.op else ""
+        return f"{op}{argument} must be {accepted}, got one that is not: {found}"
 
 
 @contextmanager
@@ -43,8 +44,9 @@ def looked_up(argument: str, accepted: str) -> Iterator[None]:
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        # Under vmap PyTorch refuses one by RuntimeError.
-        if not isinstance(error, IndexError) and "out of bounds" not in str(error):
+        # Under vmap, and of no rows, PyTorch refuses one by RuntimeError.
+        texts = ("out of bounds", "indexing axis dim should be positive")
+        if not isinstance(error, IndexError) and not any(text in str(error) for text in texts):
             raise
         raise OutOfRangeError(argument, accepted, error) from None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,21 +17,58 @@ GROUPED_DTYPES, GROUPED_HEAD_DIM = (torch.float16, torch.bfloat16), 256
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
-    attention_mask: Tensor | None = None, device: Any = "cpu", **others: Any,
+    batch_size: int, q_length: int, kv_length: int,
+    q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
+    device: Any = "cpu", use_vmap: bool = False, allow_is_bidirectional_skip: bool = False,
+    **others: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Return what `attention` takes as its mask: the batch's own mask of (B, K); without one, ones
-    for the filled keys of a cache that has room for more; or None.
+    """Return what `attention` takes as its mask: the batch's own mask of the keys, (B, K), up to
+    the last one that is filled where a cache has room for more; None if all are seen.
 
     It is a function that transformers' `AttentionMaskInterface` registers. That for
-    "flash_attention_2" gives the same mask but looks at its data, which breaks a graph.
+    "flash_attention_2" gives the same mask but looks at its data, which breaks a graph. It does not
+    look at mask_function either: causal masks, windows and documents are told to `attention`.
+
+    Raises:
+        ValueError: mask_function is none of these, as for the tokens of an image that see each
+            other. Where it is traced, only masks that a model passes as its own are noticed.
     """
+    if use_vmap or (not torch.compiler.is_compiling() and _has_alternatives(mask_function)):
+        raise ValueError(
+            "attention_mask: the model shows other keys than those of a causal mask, a window,"
+            " padding and documents, which attention does not compute"
+        )
     if attention_mask is not None:
-        return attention_mask[:, -kv_length:]
-    filled = q_length if kv_length == q_length else int(q_offset) + q_length
-    if filled >= kv_length:
-        return None
-    return torch.ones((batch_size, filled), dtype=torch.bool, device=device)
+        attention_mask = attention_mask != 0
+    if allow_is_bidirectional_skip:
+        # The keys may be those of an encoder.
+        return attention_mask
+    filled = q_length
+    if kv_length != q_length:
+        filled = int(q_offset) + q_length - int(kv_offset)
+    if attention_mask is None:
+        if filled >= kv_length:
+            return None
+        return torch.ones((batch_size, filled), dtype=torch.bool, device=device)
+    if attention_mask.shape[1] == filled:
+        # Also where generate has called this function, and the model calls it again.
+        return attention_mask
+    first = int(kv_offset)
+    padded = F.pad(attention_mask, (0, max(first + filled - attention_mask.shape[1], 0)))
+    return padded[:, first : first + filled]
+
+
+def _has_alternatives(mask_function: Any) -> bool:
+    """Return whether a mask function of transformers shows what one of several functions shows."""
+    if isinstance(mask_function, tuple):
+        return any(map(_has_alternatives, mask_function))
+    if not isinstance(mask_function, FunctionType):
+        return False
+    cells = mask_function.__closure__ or ()
+    return mask_function.__name__ == "or_mask" or any(
+        _has_alternatives(cell.cell_contents) for cell in cells
+    )
 
 
 def attention(
@@ -45,9 +84,10 @@ def attention(
     a window where attention is not causal are computed with all scores in memory. A query that sees
     no key gets 0.
 
-    As for "flash_attention_2", the documents of a packed batch are those of cu_seq_lens_q or, if
-    position_ids have a row for each row of the batch and there is no mask, begin where a position
-    is not its predecessor plus one.
+    As for "flash_attention_2", a query sees keys at a distance below the window, and the documents
+    of a packed batch are those of cu_seq_lens_q or, if position_ids have a row for each row of the
+    batch and there is no mask, begin where a position is not its predecessor plus one: also in
+    models whose own attention reads no documents in positions, and where a cache is filled.
 
     Args:
         module: the model's attention, of which `is_causal` and `config` are read.
@@ -71,7 +111,7 @@ def attention(
 
     Raises:
         ValueError: the model's attention is in chunks; attention_mask is no matrix; or with
-            cu_seq_lens_q it has dropout or a cache, or is not causal.
+            cu_seq_lens_q it has dropout, a mask or a cache, or is not causal.
     """
     if getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
         raise ValueError("attention: a config with attention_chunk_size is not supported")
@@ -84,7 +124,8 @@ def attention(
     batch, _, length, _ = query.shape
     window = sliding_window - 1 if sliding_window and sliding_window < key.shape[2] else -1
     filled = key.shape[2] if attention_mask is None else attention_mask.shape[1]
-    is_whole = length == key.shape[2] == filled
+    # A comparison of sizes that are symbols is one, too.
+    is_whole = True if length == key.shape[2] == filled else False  # noqa: SIM210
     begins = None
     if is_whole and causal and attention_mask is None and cu_seq_lens_q is None:
         begins = _begins(query, position_ids)
@@ -93,13 +134,14 @@ def attention(
     if is_plain and (is_whole or length == 1):
         # The only query of a step of generation sees all keys.
         return _by_pytorch(query, key, value, dropout, scaling, causal and is_whole), None
-    if not is_whole or not causal or dropout:
-        if cu_seq_lens_q is not None:
+    if cu_seq_lens_q is not None:
+        if not is_whole or not causal or dropout or attention_mask is not None:
             raise ValueError(
-                "attention: with cu_seq_lens_q it is causal, without dropout and without a cache,"
-                f" got is_causal={causal}, dropout={dropout}, {length} queries and"
-                f" {key.shape[2]} keys"
+                "attention: with cu_seq_lens_q it is causal, without dropout, mask and cache, got"
+                f" is_causal={causal}, dropout={dropout}, {length} queries, {key.shape[2]} keys and"
+                f" a mask of {'None' if attention_mask is None else tuple(attention_mask.shape)}"
             )
+    elif not is_whole or not causal or dropout:
         visible = _visible(query, key, attention_mask, begins, window, causal)
         return _with_scores(query, key, value, visible, scaling, softcap, s_aux, dropout), None
     if cu_seq_lens_q is not None:
@@ -168,13 +210,14 @@ def _with_scores(
     # Queries that share a head of keys are one matrix, so that no head is copied.
     heads, length = key.shape[1], query.shape[2]
     grouped = query.unflatten(1, (heads, -1)).flatten(2, 3)
-    scores = (grouped @ key.mT).float().unflatten(2, (-1, length)).flatten(1, 2)
+    scores = (grouped @ key.mT).unflatten(2, (-1, length)).flatten(1, 2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~visible, 0.0)
     weights = F.dropout(weights.to(value.dtype), dropout)

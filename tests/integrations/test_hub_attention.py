@@ -122,6 +122,68 @@ def test_generation_finds_the_same_words(name: str, cache: str) -> None:
     assert torch.equal(model.generate(**given, **more), expected)
 
 
+@pytest.mark.parametrize("width", [LENGTH - 5, LENGTH + 9])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mask_has_any_width(name: str, width: int) -> None:
+    """Of keys beyond it none is seen, and those that are not filled are not."""
+    model = make(name).eval()
+    ids = batch_of("none")["input_ids"]
+    mask = torch.ones(ROWS, width, dtype=torch.long)
+
+    def logits() -> Tensor:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 9)
+        out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        return out.logits[:, : min(width, LENGTH)]
+
+    expected = logits()
+    model.set_attn_implementation(NAME)
+    torch.testing.assert_close(logits(), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_decoder_sees_all_of_an_encoder() -> None:
+    sizes = {"d_model": 32, "vocab_size": 64}
+    layers = {f"{side}_layers": 1 for side in ("encoder", "decoder")}
+    heads = {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+    widths = {f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
+    config = transformers.BartConfig(**sizes, **layers, **heads, **widths)
+    torch.manual_seed(0)
+    model = transformers.BartModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    ids = batch_of("none")["input_ids"]
+    for mask in (None, (torch.arange(LENGTH) < 15).long().expand(ROWS, LENGTH)):
+        given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :7]}
+        model.set_attn_implementation("sdpa")
+        expected = model(**given).last_hidden_state
+        model.set_attn_implementation(NAME)
+        torch.testing.assert_close(model(**given).last_hidden_state, expected)
+
+
+def test_lengths_may_be_symbols() -> None:
+    model = make("Llama")
+    model.set_attn_implementation(NAME)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda ids: model(ids).logits, backend="eager", fullgraph=True, dynamic=True
+    )
+    for length in (LENGTH, 13, 9):
+        ids = batch_of("none")["input_ids"][:, :length]
+        torch.testing.assert_close(compiled(ids), model(ids).logits)
+
+
+def test_a_mask_of_alternatives_is_refused() -> None:
+    from transformers import masking_utils
+
+    own = masking_utils.causal_mask_function
+    blocks = masking_utils.or_masks(own, lambda b, h, q, k: k < 3)
+    within = masking_utils.and_masks(blocks, own)
+    for given in ({"mask_function": blocks}, {"mask_function": within}, {"use_vmap": True}):
+        with pytest.raises(ValueError, match="attention_mask: the model shows other keys"):
+            attention_mask(2, 6, 6, **given)
+    assert attention_mask(2, 6, 6, mask_function=own) is None
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_with_room_needs_no_mask(name: str) -> None:
     model = make(name).eval()
@@ -144,6 +206,13 @@ class Module(torch.nn.Module):
 def operands() -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def test_scores_of_float64_are_float64() -> None:
+    q, k, v = (x.double() for x in operands())
+    y, _ = attention(Module(), q[:, :, 3:], k, v)
+    whole, _ = attention(Module(), q, k, v)
+    torch.testing.assert_close(y, whole[:, 3:], atol=1e-14, rtol=1e-14)
 
 
 def test_dropout_of_a_packed_batch_hides_the_keys_of_others() -> None:
@@ -182,6 +251,7 @@ def test_what_it_cannot_compute_is_refused() -> None:
     with pytest.raises(ValueError, match=r"attention_mask must be \(B, K\).* got \(2, 1, 6, 6\)"):
         attention(Module(), *operands(), torch.ones(2, 1, 6, 6))
     starts = torch.tensor([0, 6, 12])
-    for given in ({"dropout": 0.5}, {"is_causal": False}):
+    mask = torch.ones(2, 6)
+    for given in ({"dropout": 0.5}, {"is_causal": False}, {"attention_mask": mask}):
         with pytest.raises(ValueError, match="attention: with cu_seq_lens_q it is causal"):
             attention(Module(), *operands(), cu_seq_lens_q=starts, **given)

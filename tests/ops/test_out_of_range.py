@@ -97,3 +97,8 @@ def test_an_index_out_of_range_is_named(op: str, argument: str, way: str) -> Non
 def test_a_negative_index_that_is_not_ignored_is_named() -> None:
     with pytest.raises(IndexError, match=f"^linear_cross_entropy: {OF_TARGETS}, got .*-7"):
         liger_ops.linear_cross_entropy(X, WEIGHT, torch.tensor([0, -7]))
+
+
+def test_a_row_of_an_empty_embedding_is_out_of_range() -> None:
+    with pytest.raises(IndexError, match="embedding: indices must be from 0 to -1"):
+        liger_ops.embedding(torch.randn(0, 3), torch.tensor([0]))
