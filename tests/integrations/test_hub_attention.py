@@ -125,7 +125,7 @@ def test_generation_finds_the_same_words(name: str, cache: str) -> None:
 @pytest.mark.parametrize("width", [LENGTH - 5, LENGTH + 9])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mask_has_any_width(name: str, width: int) -> None:
-    """Of keys beyond it none is seen, and those that are not filled are not."""
+    """No key beyond it is seen, and none that is not filled."""
     model = make(name).eval()
     ids = batch_of("none")["input_ids"]
     mask = torch.ones(ROWS, width, dtype=torch.long)
