@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.attention.documents import Documents, attend, called, packed_rows, padded_rows, rows
-
-# PyTorch's kernels that take fewer heads of keys than of queries.
-GROUPED_DTYPES, GROUPED_HEAD_DIM = (torch.float16, torch.bfloat16), 256
+from ..ops.attention.varlen_attention import FLASH_DTYPES, FLASH_HEAD_DIM
 
 
 def attention_mask(
@@ -134,14 +132,14 @@ def attention(
     if is_plain and (is_whole or length == 1):
         # The only query of a step of generation sees all keys.
         return _by_pytorch(query, key, value, dropout, scaling, causal and is_whole), None
-    if cu_seq_lens_q is not None:
-        if not is_whole or not causal or dropout or attention_mask is not None:
-            raise ValueError(
-                "attention: with cu_seq_lens_q it is causal, without dropout, mask and cache, got"
-                f" is_causal={causal}, dropout={dropout}, {length} queries, {key.shape[2]} keys and"
-                f" a mask of {'None' if attention_mask is None else tuple(attention_mask.shape)}"
-            )
-    elif not is_whole or not causal or dropout:
+    is_fast = is_whole and causal and not dropout
+    if cu_seq_lens_q is not None and (not is_fast or attention_mask is not None):
+        raise ValueError(
+            "attention: with cu_seq_lens_q it is causal, without dropout, mask and cache, got"
+            f" is_causal={causal}, dropout={dropout}, {length} queries, {key.shape[2]} keys and"
+            f" a mask of {'None' if attention_mask is None else tuple(attention_mask.shape)}"
+        )
+    if not is_fast:
         visible = _visible(query, key, attention_mask, begins, window, causal)
         return _with_scores(query, key, value, visible, scaling, softcap, s_aux, dropout), None
     if cu_seq_lens_q is not None:
@@ -169,7 +167,7 @@ def _by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, causal: bool
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
-    is_grouped = query.dtype in GROUPED_DTYPES and query.shape[-1] <= GROUPED_HEAD_DIM
+    is_grouped = query.dtype in FLASH_DTYPES and query.shape[-1] <= FLASH_HEAD_DIM
     if groups > 1 and not is_grouped:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     y = F.scaled_dot_product_attention(

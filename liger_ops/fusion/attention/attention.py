@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...rewrites.attention.masked_attention import FLASH_HEAD_DIM, LEAST_HEAD_DIM
+from ...ops.attention.varlen_attention import FLASH_HEAD_DIM
+from ...rewrites.attention.masked_attention import LEAST_HEAD_DIM
 from .. import classes
 from ..layers.rebinding import global_names
 from ..planning import FusionPlan

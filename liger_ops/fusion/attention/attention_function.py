@@ -29,8 +29,8 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from ...accepted import is_scale
 from ...invariant_mode import NotInvariantError, is_invariant
 from ...ops.attention.documents import Documents, attend, called, padded_rows, rows
+from ...ops.attention.varlen_attention import FLASH_DTYPES
 from ...rewrites.attention.flex_attention import kernel_options, obstacle, score_of, with_sinks
-from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...rewrites.attention.masked_attention import DEVICES
 from ...torch_private import has_triton, native_attention
 from ..versions import read

@@ -16,6 +16,10 @@ from . import document_blocks
 
 # The engines that compute it on a GPU; see `varlen_attention`.
 ENGINES = ("auto", "cudnn", "flash", "triton")
+# What PyTorch's FlashAttention takes. For other calls PyTorch has no fused kernel that takes fewer
+# heads of keys than of queries.
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM = 256
 BOUND = Accepted("at least 0, or -1 for no bound", lambda value: value >= -1)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ...ops.attention.varlen_attention import FLASH_DTYPES, FLASH_HEAD_DIM
 from ..engine.canonical import same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.insertion import Refused, View, viewed
@@ -28,8 +29,6 @@ from .attention_products import permuted
 
 OP = "grouped_attention"
 HEADS = -3
-FLASH_DTYPES = (torch.float16, torch.bfloat16)
-FLASH_HEAD_DIM = 256
 
 
 class Repeat(NamedTuple):

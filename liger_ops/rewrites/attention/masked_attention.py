@@ -37,6 +37,7 @@ from torch import fx
 
 from ...invariant_mode import is_invariant
 from ...ops.attention.documents import Documents, attend, rows
+from ...ops.attention.varlen_attention import FLASH_DTYPES, FLASH_HEAD_DIM
 from ..engine.canonical import canonical, same, value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.insertion import Emitter, Refused, viewed
@@ -57,7 +58,7 @@ from .attention import (
 )
 from .attention_products import Operand
 from .flex_attention import BlockMaskNodes, emit_block_mask
-from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated
+from .grouped_attention import HEADS, repeated
 from .mask.blocks import BATCH, KEYS, dense_datum
 from .mask.evaluate import Scope
 from .mask.proof import sees_a_key
