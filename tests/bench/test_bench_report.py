@@ -361,7 +361,14 @@ def test_the_plan_has_ten_families_under_every_batch_and_each_measurement_once()
     assert len(set(groups)) == len(groups)
 
 
-def test_the_readme_shows_figures_of_the_page() -> None:
+def test_the_readme_shows_rows_of_the_page() -> None:
+    readme = (ROOT / "README.md").read_text().partition("\n## Benchmarks\n")[2]
+    rows = [line for line in readme.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    page = set((ROOT / "docs/reports/h200.md").read_text().splitlines())
+    assert len(rows) > 30 and [row for row in rows if row not in page] == []
+
+
+def test_the_readme_shows_steps_of_the_page() -> None:
     page_of = {found.name: found.result for found in read_all(ROOT / "docs/reports/h200.jsonl")}
     table = (ROOT / "README.md").read_text().partition("| training step, Llama-3.2-1B")[2]
     rows = [line.split("|")[1:-1] for line in table.partition("\n\n")[0].splitlines()[2:]]

@@ -46,7 +46,11 @@ def test_the_soft_cap_of_losses(op: str, cap: float, folder: str) -> None:
     names = [argument.name for argument in backward.schema.arguments]
     slope = backward.kernels[folder](*(named.get(name) for name in names)).squeeze(1)
     exact = 1 - torch.tanh(X.double() / cap).square()
-    torch.testing.assert_close(slope.double(), exact, rtol=0.0, atol=8 * EPS, equal_nan=True)
+    # The probability, exp(y - lse), has the rounding of y, of which a GPU may not round one of the
+    # two before it subtracts.
+    bound = 8 * EPS + EPS * exact * X.double().abs().clamp(max=cap)
+    assert torch.equal(slope.isnan(), X.isnan())
+    assert not ((slope.double() - exact).abs() > bound).any()
 
 
 @pytest.mark.device_kernels
