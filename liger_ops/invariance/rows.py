@@ -109,7 +109,8 @@ def compute(
             while a CUDA graph is recorded.
     """
     of_rows = tuple((x.shape[1:], x.dtype) for x in rows)
-    of_process = (torch.get_float32_matmul_precision(), torch.get_num_threads())
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    of_process = (*(one.fp32_precision for one in backends), torch.get_num_threads())
     if recorders:
         for record in recorders:
             record(name, of_rows)

@@ -101,6 +101,13 @@ def on_nvidia(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
+def input_precision(x: Tensor) -> str:
+    """Return the `input_precision` of `tl.dot` by which float32 is multiplied as PyTorch's own
+    products on the GPU that holds x: "tf32" if one of PyTorch's switches says so, or "ieee"."""
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 and on_nvidia(x) else "ieee"
+
+
 def compute_capability(x: Tensor) -> int:
     """Return the major version of the compute capability of the GPU that holds x."""
     return int(_properties(x.device.index).major)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..common.tensors import cdiv
 from .experts.products import _product
-from .launch import launch, on_nvidia
+from .launch import input_precision, launch
 
 GROUP = 8
 
@@ -67,7 +67,7 @@ def _product_kernel(
 def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a @ b, (B, M, N), of `dtype` or of a's.
 
-    Sums are in float32; float32 is multiplied as `torch.set_float32_matmul_precision` says.
+    Sums are in float32; float32 is multiplied as PyTorch multiplies it.
 
     Args:
         a: (B, M, K), rows of unit stride.
@@ -79,12 +79,11 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if y.numel() == 0:
         return y
     tiles = SINGLE if a.dtype is torch.float32 else HALF
-    exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(a)
     launch(
         _product_kernel, (cdiv(M, tiles.BLOCK_M) * cdiv(N, tiles.BLOCK_N), B), a,
         a, b, y, M, N, K, *a.stride()[:2], *b.stride(),
         EVEN_N=N % tiles.BLOCK_N == 0, EVEN_K=K % tiles.BLOCK_K == 0,
-        PRECISION="ieee" if exact else "tf32", GROUP=GROUP,
+        PRECISION=input_precision(a), GROUP=GROUP,
         BLOCK_M=tiles.BLOCK_M, BLOCK_N=tiles.BLOCK_N, BLOCK_K=tiles.BLOCK_K,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -342,5 +342,5 @@ class Replays:
             if i < count and form[i] is not None:
                 form[i] = tuple(form[i])
         # Kernels with products read this setting.
-        form.append(torch.get_float32_matmul_precision())
+        form.append(torch.backends.cuda.matmul.fp32_precision)
         return tuple(form), tensors, addresses

@@ -223,12 +223,13 @@ def test_a_call_of_another_form_is_computed_as_such(
 
 
 def test_a_call_of_another_precision_is_not_replayed(replayed: list[str]) -> None:
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision != "high" else "highest")
+    products = torch.backends.cuda.matmul
+    precision = products.fp32_precision
+    products.fp32_precision = "tf32" if precision != "tf32" else "ieee"
     try:
         rms_norm(*norm_arguments())
     finally:
-        torch.set_float32_matmul_precision(precision)
+        products.fp32_precision = precision
     assert replayed == ["rms_norm"]
     rms_norm(*norm_arguments())
     assert len(replayed) == 1

@@ -182,12 +182,16 @@ def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
-    """Return the flags that depend on the GPU; without one, host code sets them all to False."""
+def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool | str]:
+    """Return the constants that depend on the GPU. Without one, host code sets flags to False, and
+    the precision of products to one that AMD GPUs do not have."""
     cuda = target.backend == "cuda"
-    return {
+    constants: dict[str, bool | str] = {
         name: cuda and target.arch in those for name, those in CAPABILITY.items() if name in options
     }
+    if not cuda and options.get("PRECISION") == "tf32x3":
+        constants["PRECISION"] = "ieee"
+    return constants
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:

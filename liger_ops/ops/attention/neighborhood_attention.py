@@ -42,7 +42,7 @@ def neighborhood_attention(
     Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
     sum in float32, as flash attention does. The softmax is therefore rounded to that dtype before
     its product with value. On NVIDIA GPUs, products of float32 follow
-    `torch.set_float32_matmul_precision`. The gradients of key and value are summed over the
+    `torch.backends.cuda.matmul.fp32_precision`. The gradients of key and value are summed over the
     queries, and over the heads that share them, in an order that does not change between runs.
 
     Time and memory grow with L * k: no tensor of L * L elements is made. The kernels store y and

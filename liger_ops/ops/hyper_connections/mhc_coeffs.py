@@ -34,7 +34,7 @@ def mhc_coeffs(
     sinkhorn_eps is added to every sum. The rows and columns of h_res then sum to nearly 1.
 
     Everything is computed in float32. The product with phi and its two gradients are matrix
-    products of PyTorch, which use TF32 if `torch.backends.cuda.matmul.allow_tf32` says so. The
+    products of PyTorch, which use TF32 if `torch.backends.cuda.matmul.fp32_precision` says so. The
     gradients of b and the alphas are summed over the tokens in float32, in an order that does not
     change between runs.
 

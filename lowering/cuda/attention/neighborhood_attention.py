@@ -25,7 +25,7 @@ from ...common.attention.neighborhood_attention import (
 )
 from ...common.tensors import next_power_of_2
 from ...common.triton_math import LOG2E, LOWEST
-from ..launch import launch, on_nvidia
+from ..launch import input_precision, launch
 
 SIZES = [
     "heads", "group", "Y", "X", "dilation_y", "dilation_x",
@@ -349,14 +349,12 @@ def launch_tiles(
     tiles_y = problem.tiles(tiles.BLOCK_Y, problem.y, problem.Y)
     tiles_x = problem.tiles(tiles.BLOCK_X, problem.x, problem.X)
     heads = problem.key_heads if kind == "key" else problem.heads
-    # The default of `torch.set_float32_matmul_precision` is "highest".
-    exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(first)
     launch(
         KERNELS[kind], (problem.batch * heads * problem.classes * tiles_y * tiles_x,), first,
         *tensors, *problem.arguments, *(stride for x in strided for stride in strides(x)),
         tiles_y, tiles_x, problem.scale,
         **problem.constants, PLANE=max(problem.Y, tiles.BLOCK_Y) > 1,
-        PRECISION="ieee" if exact else "tf32",
+        PRECISION=input_precision(first),
         BLOCK_Y=tiles.BLOCK_Y, BLOCK_X=tiles.BLOCK_X,
         BLOCK_D=next_power_of_2(max(16, problem.D)),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

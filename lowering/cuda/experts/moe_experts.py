@@ -17,7 +17,15 @@ from ....ops.experts.rows import of_biases
 from ....ops.tensors import is_transposed
 from ...common.experts.moe_experts import activation_of
 from ...common.tensors import cdiv, next_power_of_2
-from ..launch import compute_capability, launch, on_nvidia, pipeline_stages, processors, rows
+from ..launch import (
+    compute_capability,
+    input_precision,
+    launch,
+    on_nvidia,
+    pipeline_stages,
+    processors,
+    rows,
+)
 from .products import (
     _bias_kernel,
     _combine_kernel,
@@ -103,8 +111,7 @@ class _ExpertLaunches:
         self.E, self.D, self.I = call.down.shape
         self.ids, self.weights = call.top_k_index.contiguous(), call.top_k_weights.contiguous()
         self.activation, self.scalars = activation_of(call)
-        exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(call.x)
-        self.precision = "ieee" if exact else "tf32"
+        self.precision = input_precision(call.x)
         aligned = self.D % 8 == self.I % 8 == 0
         self.small = not aligned or call.x.element_size() == 4
         # PyTorch's grouped product takes bfloat16, on Hopper GPUs, with rows of multiples of 16
