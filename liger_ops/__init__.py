@@ -39,6 +39,7 @@ from .ops.attention.neighborhood_attention import (
     neighborhood_attention,
     neighborhood_attention_forward,
 )
+from .ops.attention import packed_documents
 from .ops.attention.varlen_attention import varlen_attention, varlen_attention_forward
 from .ops.attention.multi_token_attention import (
     multi_token_attention,

@@ -230,6 +230,24 @@ def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
     assert tags[0] != tags[1]
 
 
+def test_every_op_is_there_after_the_import_alone() -> None:
+    """Those of graphs, too: a program that was saved may call them."""
+    from liger_ops.ops.attention.packed_documents import NAMESPACE
+
+    code = (
+        "import torch, liger_ops; cu_seqlens = torch.tensor([0, 2, 5, 5]);"
+        # A default device is for the user's tensors.
+        "torch.set_default_device('meta');"
+        f"graph = torch.ops.{NAMESPACE};"
+        "print(graph.document_bounds(cu_seqlens, None, None).tolist(), graph.packed_documents)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.stdout.startswith("[2, 3, 0, 0, 2, 5, 5, 2, 3, 0] "), run.stderr
+
+
 # The files of an op's kernels, where another file of the op's name has its host code.
 KERNELS = {"log_prob": "cross_entropy", "mhc_coeffs": "mhc_coeffs_kernels"}
 

@@ -58,7 +58,7 @@ def document_bounds(
     filled = sizes.nonzero().flatten()
     count = int(filled[-1]) + 1 if len(filled) else 0
     longest = int(sizes.max()) if len(filled) else 0
-    return torch.cat([torch.tensor([count, longest]), numbers])
+    return torch.cat([numbers.new_tensor([count, longest]), numbers])
 
 
 def host_documents(bounds: Tensor) -> HostDocuments:
