@@ -109,8 +109,9 @@ def compute(
             while a CUDA graph is recorded.
     """
     of_rows = tuple((x.shape[1:], x.dtype) for x in rows)
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    of_process = (*(one.fp32_precision for one in backends), torch.get_num_threads())
+    backends: Any = torch.backends
+    precisions = (one.matmul.fp32_precision for one in (backends.cuda, backends.mkldnn))
+    of_process = (*precisions, torch.get_num_threads())
     if recorders:
         for record in recorders:
             record(name, of_rows)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -113,28 +111,17 @@ def test_the_chosen_ways_of_attention_run() -> None:
     assert attention.differs(found["flash"], found["triton"]()) == ""
 
 
-def test_a_process_waits_until_its_outcome_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "waiting.py").write_text(
-        "import sys\nfrom liger_ops.bench.steps.model import wait_to_be_called\n"
-        "wait_to_be_called()\nopen(sys.argv[1], 'w').close()\nprint('done')\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-    file = tmp_path / "ran"
+def test_a_process_ends_with_those_that_it_started(tmp_path: Path) -> None:
+    (tmp_path / "started.py").write_text("import sys\nprint(sys.argv[1])\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def process(*arguments: str) -> model.FreshProcess:
-        return model.FreshProcess(["waiting", *arguments], environment)
+        return model.FreshProcess(["started", *arguments], environment)
 
-    # Nobody is left to ask.
-    command = [sys.executable, "-m", "waiting", str(file)]
-    orphan = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL)
-    assert orphan.returncode == 1 and not file.exists()
-    waiting, ended = process(str(file)), process(str(file))
-    ended.end()
-    assert not file.exists()
-    assert waiting.outcome() == "done\n" and file.exists()
+    assert process("done").outcome() == "done\n"
     assert process().outcome() == {"error": "IndexError: list index out of range"}
     # A process that it started holds its output open.
-    (tmp_path / "waiting.py").write_text(
+    (tmp_path / "started.py").write_text(
         "import subprocess, sys\n"
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     )

@@ -19,7 +19,7 @@ import torch
 
 from ..command_line import Parser
 from ..providers import one_line
-from ..steps.model import NEEDS, FreshProcess, lacks, wait_to_be_called
+from ..steps.model import NEEDS, FreshProcess, lacks
 from . import page
 from .measured import measured, prepare
 from .plan import (
@@ -70,7 +70,6 @@ def main(arguments: Sequence[str]) -> int:
         planned = quick_plan(torch.cuda.is_available()) if options.quick else plan()
         here = [measurement for measurement in planned if measurement.name in options.one]
         prepare(here[0])
-        wait_to_be_called()
         turn = Turn(options.turn) if options.turn else None
         for measurement in here:
             with turn or nullcontext():

@@ -114,7 +114,6 @@ def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAUL
     options.batch_size = options.batch_size or (8 if on_gpu and options.shape in UNETS else rows)
     options.sequence_length = options.sequence_length or length
     if options.one:
-        wait_to_be_called()
         print(json.dumps(measure(options)))
         return 0
     if not on_gpu:
@@ -158,23 +157,22 @@ def lacks(package: str, on_gpu: bool) -> str:
 
 
 class FreshProcess:
-    """A Python process that imports what it needs, and then waits for `outcome`: it can start while
-    another is measured."""
+    """A Python process, which runs while others do."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
 
     def outcome(self, timeout: float | None = None) -> str | dict[str, Any]:
-        """Let the process run; return its standard output, or `error` with the line that says why
-        it failed."""
+        """Wait until the process ends; return its standard output, or `error` with the line that
+        says why it failed."""
         try:
-            output, errors = self._process.communicate("\n", timeout)
+            output, errors = self._process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             return {"error": f"it was stopped after {timeout:.0f} s"}
         finally:
@@ -222,12 +220,6 @@ class FreshStep(FreshProcess):
             return outcome
         result: dict[str, Any] = json.loads(outcome.strip().splitlines()[-1])
         return result
-
-
-def wait_to_be_called() -> None:
-    """Wait in a process until its `outcome` is asked for. End it if nobody is left to ask."""
-    if not sys.stdin.readline():
-        raise SystemExit("the process that started this one has ended")
 
 
 def differs(result: dict[str, Any], eager: dict[str, Any] | None) -> bool:

@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....ops.attention.varlen_attention import scale_of
+from ....ops.attention.varlen_attention import FLASH_DTYPES, scale_of
 from ...common.tensors import cdiv, next_power_of_2
 from ..launch import launch, on_nvidia
-from .flash_engine import DTYPES
 from .varlen_kernels import MOST_COLUMNS, documents_of
 
 # Heads of Hopper; those of other GPUs are smaller.
@@ -47,7 +46,7 @@ def obstacle(call: Any) -> str | None:
         return "the package nvidia-cudnn-frontend is not installed"
     if not on_nvidia(call.query) or torch.cuda.get_device_capability(call.query.device) < (8, 0):
         return "it needs an NVIDIA GPU of compute capability 8.0"
-    if call.query.dtype not in DTYPES:
+    if call.query.dtype not in FLASH_DTYPES:
         return f"it takes float16 and bfloat16, got {call.query.dtype}"
     if call.softcap is not None:
         return "it takes no softcap"

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.attention.varlen_attention import scale_of
+from ....ops.attention.varlen_attention import FLASH_DTYPES, scale_of
 from ...common.tensors import unit_stride
 from ..launch import on_nvidia
 from .varlen_kernels import MOST_COLUMNS
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def obstacle(call: Any) -> str | None:
@@ -20,7 +18,7 @@ def obstacle(call: Any) -> str | None:
     D, E = call.query.shape[-1], call.value.shape[-1]
     if not on_nvidia(call.query) or torch.cuda.get_device_capability(call.query.device) < (8, 0):
         return "it needs an NVIDIA GPU of compute capability 8.0"
-    if call.query.dtype not in DTYPES:
+    if call.query.dtype not in FLASH_DTYPES:
         return f"it takes float16 and bfloat16, got {call.query.dtype}"
     if call.softcap is not None or call.lengths is not None:
         return "it takes neither softcap nor lengths"
