@@ -54,10 +54,11 @@ def varlen_attention(
     * padding on the left: two documents a row, the padding, with lengths of 0, and the tokens.
 
     Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
-    sum in float32. The softmax is therefore rounded to that dtype before its product with value. On
-    NVIDIA GPUs a product of float32 is one of TF32 where `torch.backends.cuda.matmul.fp32_precision`
-    is "tf32", and otherwise three, of the numbers' high and low parts, with the errors of float32,
-    as in PyTorch's own attention.
+    sum in float32. The softmax is therefore rounded to that dtype before its product with value.
+
+    On NVIDIA GPUs a product of float32 is one of TF32 if
+    `torch.backends.cuda.matmul.fp32_precision` is "tf32". Otherwise it is three, of the high and
+    low parts of the numbers, with the errors of float32, as in PyTorch's own attention.
 
     On a GPU no tensor of T * T elements is made: y and lse are stored, and the backward computes
     the softmax again. The documents are read on the device, so other documents need no compilation.
