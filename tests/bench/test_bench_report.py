@@ -361,6 +361,28 @@ def test_the_plan_has_ten_families_under_every_batch_and_each_measurement_once()
     assert len(set(groups)) == len(groups)
 
 
+def test_batches_with_a_mask_find_the_kernels_of_the_batch_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def started(arguments: list[str], environment: dict[str, str]) -> None:
+        cache = Path(environment["TRITON_CACHE_DIR"])
+        found.append(cache.exists())
+        cache.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(command_line, "FreshProcess", started)
+    for way, batch in (
+        ("liger", "none"),
+        ("liger", "ones"),
+        ("compile", "ones"),
+        ("liger", "none"),
+    ):
+        measurement = Measurement("steps", ("qwen3", batch, way))
+        command_line._Process([measurement], 1, tmp_path, "", "", tmp_path)
+    assert found == [False, True, False, False]
+
+
 def test_the_readme_shows_rows_of_the_page() -> None:
     readme = (ROOT / "README.md").read_text().partition("\n## Benchmarks\n")[2]
     rows = [line for line in readme.partition("\n## ")[0].splitlines() if line.startswith("| ")]

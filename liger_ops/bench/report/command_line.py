@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -183,6 +184,7 @@ class _Measuring:
         self.alone: list[Measurement] = []
         self.lock = threading.Lock()
         self.processes: set[_Process] = set()
+        self.caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
     def all(self, wanted: Sequence[Measurement], seconds: float, gpus: Sequence[str]) -> None:
         for way, package in NEEDS.items():
@@ -260,7 +262,8 @@ class _Measuring:
             batch = list(takewhile(lambda one: one.process == name, self.left))
             number = self.total - len(self.left) + 1
             self.left = self.left[len(batch) :]
-            process = _Process(batch, number, self.folder, self.commit, gpu)
+            caches = Path(self.caches.name)
+            process = _Process(batch, number, self.folder, self.commit, gpu, caches)
             self.processes.add(process)
             return process
 
@@ -269,12 +272,14 @@ class _Measuring:
 
 
 class _Process:
-    """A process that makes measurements and stores their records. The steps of a model find an
-    empty cache of compiled kernels."""
+    """A process that makes measurements and stores their records. The steps of a model and way have
+    a cache of compiled kernels in `caches`, which is empty for the batch without a mask, whose
+    compilation is timed; batches with one find its kernels."""
 
     def __init__(
-        self, batch: list[Measurement], number: int, folder: Path, commit: str, gpu: str
-    ) -> None:
+        self, batch: list[Measurement], number: int, folder: Path, commit: str, gpu: str,
+        caches: Path,
+    ) -> None:  # fmt: skip
         self.batch, self.number, self.folder = batch, number, folder
         names = [one.name for one in batch]
         arguments = ["liger_ops.bench", "report", "--one", *names, "--records", str(folder)]
@@ -283,9 +288,12 @@ class _Process:
         if HAS_TURNS:
             arguments += ["--turn", str(Path(tempfile.gettempdir(), f"liger_ops_turn_{gpu}"))]
         environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        self.caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         if batch[0].part == "steps":
-            environment |= {name: str(Path(self.caches.name, name.lower())) for name in CACHES}
+            shape, masks, way = batch[0].words
+            of_way = caches / f"{shape} {way}"
+            if masks == "none":
+                shutil.rmtree(of_way, ignore_errors=True)
+            environment |= {name: str(of_way / name.lower()) for name in CACHES}
         self.fresh = FreshProcess(arguments, {**os.environ, **environment})
 
     def __str__(self) -> str:
@@ -298,7 +306,6 @@ class _Process:
         for one in self.batch:
             (self.folder / f"{one.name}.json").unlink(missing_ok=True)
         outcome = self.fresh.outcome(SECONDS * len(self.batch))
-        self.caches.cleanup()
         return outcome if isinstance(outcome, dict) else {"error": "it left no record"}
 
 
