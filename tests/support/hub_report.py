@@ -6,8 +6,8 @@
     python tests/support/hub_report.py --backend inductor --document /tmp/hub.md
     python tests/support/hub_report.py --peer kernels-community/liger-kernels
 
-The last trains them with the layers of Liger-Kernel's repository, whose source is in that folder of
-a clone, and writes the second table of the document.
+The last trains the models of the document with the layers of Liger-Kernel's repository, whose
+source is in that folder of a clone, and writes the document's second table.
 
 Needs the package `kernels`, and a transformers that takes it: docs/hub.md has the versions. The
 document keeps its other table, and its rows of other models, and is written after each model.
@@ -164,11 +164,13 @@ def main() -> None:
     text = arguments.document.read_text() if arguments.document.exists() else ""
     first, heading, second = text.partition(peer_layers.HEADING)
     second = heading + second
-    columns = 2 + len(WAYS) if arguments.peer is None else len(peer_layers.WAYS)
-    known = rows(first if arguments.peer is None else second, columns)
+    known = rows(first, 2 + len(WAYS))
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    by_default = [name for name in MODELS if name in causal]
+    if arguments.peer is not None:
+        by_default, known = list(known), rows(second, len(peer_layers.WAYS))
     names = arguments.names or [
-        name for name in MODELS if name in causal and not (arguments.missing and name in known)
+        name for name in by_default if not (arguments.missing and name in known)
     ]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "liger-kernels"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,9 @@ import triton.language as tl
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
+
+# Imported before the interpreter patches the language, of which the compiler keeps functions.
+from triton.compiler import code_generator  # noqa: F401
 from triton.language import math, standard
 from triton.language.extra import libdevice
 from triton.runtime import driver, interpreter
@@ -41,31 +45,29 @@ def tanh(x: Any) -> Any:
     return 2 / (1 + math.exp(-2 * x)) - 1
 
 
-# A function of libdevice, of which the interpreter has none -> the same in the language.
-FUNCTIONS = {libdevice.rsqrt: rsqrt, libdevice.tanh: tanh}
+# The id of a function of libdevice, of which the interpreter has none -> the same in the language.
+FUNCTIONS = {id(libdevice.rsqrt): rsqrt, id(libdevice.tanh): tanh}
 
 
 @functools.cache
-def interpreted(function: Any) -> Any:
-    return interpreter.InterpretedFunction(function)
+def interpreted(function: FunctionType) -> Any:
+    """Return the interpreter's function of a kernel, in a copy of the kernel's module, into which
+    the interpreter writes names of its own."""
+    variables = {
+        name: FUNCTIONS.get(id(value), value) for name, value in function.__globals__.items()
+    }
+    copied = FunctionType(function.__code__, variables, function.__name__, function.__defaults__)
+    copied.__annotations__ = function.__annotations__
+    return interpreter.InterpretedFunction(copied)
 
 
 def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     """Run a launch: `JITFunction.run`."""
-    variables = kernel.fn.__globals__
-    replaced = {
-        name: FUNCTIONS[value]
-        for name, value in variables.items()
-        if callable(value) and not isinstance(value, type) and value in FUNCTIONS
-    }
-    own = {name: variables[name] for name in replaced}
     # The functions of `standard` ask `tl.core`, which the interpreter patches only for them.
     scope = interpreter._patch_lang(standard.sigmoid.fn)
-    variables.update(replaced)
     try:
         interpreted(kernel.fn).run(*args, grid=grid, warmup=warmup, **options)
     finally:
-        variables.update(own)
         scope.restore()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import paths  # noqa: F401
@@ -38,8 +38,6 @@ def launches() -> None:
                 written.append(tuple(node.kwargs["tensors_to_clone"]))
         return module
 
-    from torch._dynamo.backends.common import aot_autograd
-
     compiled = torch.compile(
         step, fullgraph=True, backend=aot_autograd(fw_compiler=find, bw_compiler=find)
     )
@@ -57,19 +55,14 @@ def launches() -> None:
         raise AssertionError("a launch ran without a device")
 
 
-def models(names: list[str]) -> None:
-    """Print the cells of models with the layers of the stand-in, in a line each."""
+def models(folder: Path, names: list[str]) -> None:
+    """Print the cells of models with the layers of a repository, in a line each."""
     import peer_layers
     from trained_models import MODELS
 
-    with tempfile.TemporaryDirectory() as scratch:
-        source, folder = Path(scratch) / "source", Path(scratch) / "liger-kernels"
-        peer_stand_in.write(source)
-        peer_layers.lay_out(source, folder)
-        for name in names:
-            cells = peer_layers.trained(MODELS[name], folder)
-            print(name, *cells, sep=" | ")
+    for name in names:
+        print(name, *peer_layers.trained(MODELS[name], folder), sep=" | ")
 
 
 if __name__ == "__main__":
-    models(sys.argv[1:]) if sys.argv[1:] else launches()
+    models(Path(sys.argv[1]), sys.argv[2:]) if sys.argv[1:] else launches()

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,27 @@ NAMED = {"RMSNorm": "LigerRMSNorm", "rotary_pos_emb": "liger_rotary_pos_emb_laye
 MLPS = {"SwiGLUMLP": "LigerSwiGLUMLP", "GeGLUMLP": "LigerGEGLUMLP"}
 TILED = {"SwiGLUMLP": "LigerTiledSwiGLUMLP", "GeGLUMLP": "LigerTiledGEGLUMLP"}
 LOSS = {"ForCausalLMLoss": "LigerForCausalLMLossLayer"}
-# Column -> whether the model is compiled, and the layer of each name.
-WAYS: dict[str, tuple[bool, dict[str, str]]] = {
-    "norms, eager": (False, {"RMSNorm": NAMED["RMSNorm"]}),
-    "rotary, eager": (False, {"rotary_pos_emb": NAMED["rotary_pos_emb"]}),
-    "tiled MLPs, eager": (False, TILED),
-    "norms and rotary, compiled": (True, NAMED),
-    "MLPs, compiled": (True, MLPS),
-    "tiled MLPs, compiled": (True, TILED),
-    "loss, compiled": (True, LOSS),
+
+
+class Way(NamedTuple):
+    """A column: whether the model is compiled, the layer of each name, and whether layers that do
+    not say so are taken for ones that can be compiled."""
+
+    compiled: bool
+    layers: dict[str, str]
+    forced: bool = False
+
+
+NORMS = {"RMSNorm": NAMED["RMSNorm"]}
+WAYS = {
+    "norms, eager": Way(False, NORMS),
+    "rotary, eager": Way(False, {"rotary_pos_emb": NAMED["rotary_pos_emb"]}),
+    "tiled MLPs, eager": Way(False, TILED),
+    "norms and rotary, compiled": Way(True, NAMED),
+    "norms, compiled by force": Way(True, NORMS, forced=True),
+    "MLPs, compiled": Way(True, MLPS),
+    "tiled MLPs, compiled": Way(True, TILED),
+    "loss, compiled": Way(True, LOSS),
 }
 # The name of an activation -> that of the gated MLP that it makes.
 ACTIVATIONS = {"SiLU": "SwiGLUMLP", "GeluTanh": "GeGLUMLP"}
@@ -64,16 +77,17 @@ this repository to `rotary_pos_emb`. No model asks for the MLPs and the loss by 
 given for this table, those of MLPs to classes of the three projections and the activation that the
 layer computes, and no more.
 
-"{kept}" means that `kernelize` left the model's own layer, because theirs says that it cannot be
-compiled, and "kept" behind a result means the same of the layer that is named. "{none}" means that
-the model has no such layer.
+"{kept}" means that `kernelize` left the model's own layer, because theirs does not say that it can
+be compiled, and "kept" behind a result means the same of the layer that is named. "{none}" means
+that the model has no such layer. "by force" is with `can_torch_compile` set on the layer, which its
+repository leaves out.
 
 The layers are Triton kernels for GPUs, and the repository has no variant for a CPU: its files were
 laid out as `torch-cpu`, and Triton's interpreter ran the launches, in float32. What a GPU does with
-the kernels' code, and half precision, is not in the table. Nothing else is the interpreter's: Dynamo
-traces the launches as for a GPU, PyTorch finds what they write in the Triton IR for sm_90, and they
-are nodes of the graphs of AOT autograd. The interpreter has no functions of libdevice: those of the
-language stand in for `rsqrt` and `tanh`.
+the kernels' code, and half precision, are not in the table. Nothing else is the interpreter's:
+Dynamo traces the launches as for a GPU, PyTorch finds what they write in the Triton IR for sm_90,
+and they are nodes of the graphs of AOT autograd. The interpreter has no functions of libdevice:
+those of the language stand in for `rsqrt` and `tanh`.
 
 Of {count} models:
 
@@ -170,24 +184,31 @@ def trained(model: Model, folder: Path) -> list[str]:
         own = own_results(model)
     except CannotTrain as reason:
         return [f"{SAME_ERROR}: {reason}"] * len(WAYS)
-    return [way_trained(model, own, folder, *way) for way in WAYS.values()]
+    return [way_trained(model, own, folder, way) for way in WAYS.values()]
 
 
-def way_trained(
-    model: Model, own: dict[str, Tensor], folder: Path, compiled: bool, layers: dict[str, str]
-) -> str:
+def way_trained(model: Model, own: dict[str, Tensor], folder: Path, way: Way) -> str:
     from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
 
-    mapping = {
-        name: {"cpu": LocalLayerRepository(folder, layer_name=layer)}
-        for name, layer in layers.items()
+    repositories = {
+        name: LocalLayerRepository(folder, layer_name=layer) for name, layer in way.layers.items()
     }
-    mode = Mode.TRAINING | Mode.TORCH_COMPILE if compiled else Mode.TRAINING
+    mapping = {name: {"cpu": repository} for name, repository in repositories.items()}
+    mode = Mode.TRAINING | Mode.TORCH_COMPILE if way.compiled else Mode.TRAINING
+    says_it_compiles = [
+        mock.patch.object(repository.load(), "can_torch_compile", True, create=True)
+        for repository in repositories.values()
+        if way.forced
+    ]
 
     def give(made: Any) -> tuple[set[str], set[str]]:
         """Give a model the layers, and return the names that it asks for, and those it got."""
-        with named(made, layers), use_kernel_mapping(mapping, inherit_mapping=False):
-            asked = [(name, layer) for name, layer in layers_of(made) if name in layers]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(named(made, way.layers))
+            stack.enter_context(use_kernel_mapping(mapping, inherit_mapping=False))
+            for patch in says_it_compiles:
+                stack.enter_context(patch)
+            asked = [(name, layer) for name, layer in layers_of(made) if name in way.layers]
             if asked:
                 kernelize(made, mode=mode, device="cpu")
         got = {name for name, layer in asked if layer.forward.__func__ is not type(layer).forward}
@@ -203,7 +224,7 @@ def way_trained(
     if not got:
         return KEPT if asked else NONE
     with interpreted_launches():
-        compiler = torch._dynamo.lookup_backend(BACKEND) if compiled else None
+        compiler = torch._dynamo.lookup_backend(BACKEND) if way.compiled else None
         cell = outcome(model, own, give, BACKEND, compiler)
     return f"{cell}, {' and '.join(sorted(asked - got))} kept" if asked - got else cell
 
@@ -223,8 +244,8 @@ def section(known: dict[str, list[str]], origin: dict[str, Any]) -> str:
         kept=KEPT,
         none=NONE,
         layers="\n".join(
-            f"| {way} | {', '.join(f'`{layer}`' for layer in layers.values())} |"
-            for way, (_, layers) in WAYS.items()
+            f"| {title} | {', '.join(f'`{layer}`' for layer in way.layers.values())} |"
+            for title, way in WAYS.items()
         ),
         count=len(known),
         counts=counts(known),

@@ -70,9 +70,11 @@ def _norm_backward_kernel(dy_ptr, x_ptr, weight_ptr, N, eps, BLOCK_N: tl.constex
 @triton.jit
 def _silu_kernel(y_ptr, x_ptr, N, BLOCK_N: tl.constexpr):
     """x * sigmoid(x), by sigmoid(x) = (1 + tanh(x / 2)) / 2."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = tl.load(x_ptr + columns, mask=columns < N, other=0.0)
-    tl.store(y_ptr + columns, x * (1 + tanh(x / 2)) / 2, mask=columns < N)
+    start = tl.program_id(0) * BLOCK_N
+    columns = start + tl.arange(0, BLOCK_N)
+    mask = columns < min(start + BLOCK_N, N)
+    x = tl.load(x_ptr + columns, mask=mask, other=0.0)
+    tl.store(y_ptr + columns, x * (1 + tanh(x / 2)) / 2, mask=mask)
 
 
 class Norm(torch.autograd.Function):
