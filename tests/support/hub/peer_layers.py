@@ -72,22 +72,22 @@ The same models, batches and comparison. A column has one kind of layer, in an e
 | --- | --- |
 {layers}
 
-transformers maps the names of the norms, the tiled MLPs and the loss to these layers, and none of
-this repository to `rotary_pos_emb`. No model asks for the MLPs and the loss by name: the names were
-given for this table, those of MLPs to classes of the three projections and the activation that the
-layer computes, and no more.
+For `cuda` transformers maps the names of the norms, the tiled MLPs and the loss to these layers,
+and `rotary_pos_emb` to none of this repository. No model asks for the MLPs and the loss by name:
+the names were given for this table, those of MLPs to classes of the three projections and the
+activation that the layer computes, and no more.
 
-"{kept}" means that `kernelize` left the model's own layer, because theirs does not say that it can
-be compiled, and "kept" behind a result means the same of the layer that is named. "{none}" means
-that the model has no such layer. "by force" is with `can_torch_compile` set on the layer, which its
-repository leaves out.
+"{kept}" means that `kernelize` left the model's own layer, because theirs does not
+say that it can be compiled, and "kept" behind a result means the same of the layer that is named.
+"by force" is with `can_torch_compile` set on the layer. "{none}" means that the model has no such
+layer.
 
 The layers are Triton kernels for GPUs, and the repository has no variant for a CPU: its files were
-laid out as `torch-cpu`, and Triton's interpreter ran the launches, in float32. What a GPU does with
-the kernels' code, and half precision, are not in the table. Nothing else is the interpreter's:
-Dynamo traces the launches as for a GPU, PyTorch finds what they write in the Triton IR for sm_90,
-and they are nodes of the graphs of AOT autograd. The interpreter has no functions of libdevice:
-those of the language stand in for `rsqrt` and `tanh`.
+laid out as `torch-cpu`, and Triton's interpreter ran the launches, in float32 and with the grids
+that their code has for a CPU. What a GPU does with the kernels, and half precision, are not in the
+table. Nothing else is the interpreter's: Dynamo traces the launches as for a GPU, PyTorch finds
+what they write in the Triton IR for sm_90, and they are nodes of the graphs of AOT autograd. The
+interpreter has no functions of libdevice: those of the language stand in for `rsqrt` and `tanh`.
 
 Of {count} models:
 
