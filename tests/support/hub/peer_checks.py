@@ -1,4 +1,4 @@
-"""What the tests of the hub's report run in a process of its own, with TRITON_INTERPRET=0."""
+"""Checks for the tests of the hub's report, in a process with TRITON_INTERPRET=0."""
 
 from __future__ import annotations
 
