@@ -4,9 +4,13 @@
     python tests/support/hub_report.py LlamaForCausalLM  # some of them, by name
     python tests/support/hub_report.py --missing         # those not in the document
     python tests/support/hub_report.py --backend inductor --document /tmp/hub.md
+    python tests/support/hub_report.py --peer kernels-community/liger-kernels
+
+The last trains the models of the document with the layers of Liger-Kernel's repository, whose
+source is in that folder of a clone, and writes the document's second table.
 
 Needs the package `kernels`, and a transformers that takes it: docs/hub.md has the versions. The
-document keeps its rows of other models, and is written after each model.
+document keeps its other table, and its rows of other models, and is written after each model.
 """
 
 from __future__ import annotations
@@ -31,22 +35,13 @@ from transformers.models.auto import modeling_auto
 import paths  # noqa: F401
 
 # isort: split
-from compiled_models import loss_of, results
+import peer_layers
+from hub_training import EQUAL, SAME_ERROR, outcome
 from liger_ops.hub import build, layers, local
 from trained_models import MODELS
-from training_steps import (
-    NEAR,
-    CannotTrain,
-    Model,
-    difference,
-    one_line,
-    own_results,
-    randomized,
-    step,
-)
+from training_steps import NEAR, CannotTrain, Model, one_line, own_results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "hub.md"
-EQUAL, SAME_ERROR = "equal", "not without layers"
 # Column -> whether the model is compiled, and whether its MLPs, loss and experts are layers too.
 WAYS = {"eager": (False, False), "compiled": (True, False), "with more": (True, True)}
 
@@ -112,45 +107,24 @@ def trained(model: Model, folder: Path, backend: str) -> list[str]:
     kept: set[str] = set()
     outcomes = []
     for compiled, with_more in WAYS.values():
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        made = randomized(model.build())
         ops.clear()
+        kernelize = functools.partial(
+            local.kernelize, folder=folder, with_more=with_more, compiled=compiled
+        )
+        compiler = counting(backend, ops) if compiled else None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                local.kernelize(made, folder, with_more, compiled)
-                loss = loss_of(made)
-                if compiled:
-                    loss = torch.compile(loss, fullgraph=True, backend=counting(backend, ops))
-                apart = difference(results(made, loss, model.batch()), own)
-                outcomes.append(EQUAL if apart <= NEAR else f"**wrong**: {apart:.1e}")
-            except Exception as error:
-                alone = compiled and fails_alone(model, backend)
-                outcomes.append(f"{SAME_ERROR if alone else '**fails**'}: {one_line(error)}")
-            finally:
-                local.restore(made)
+            outcomes.append(outcome(model, own, kernelize, backend, compiler))
         texts = [str(warning.message) for warning in caught]
         kept |= {text.split()[1] for text in texts if "keeps its own forward" in text}
     counted = ", ".join(f"{count} {op}" for op, count in sorted(ops.items()))
     return [counted or "none", ", ".join(sorted(kept)), *outcomes]
 
 
-@functools.cache
-def fails_alone(model: Model, backend: str) -> bool:
-    """Return whether the model as it is cannot be compiled in one graph."""
-    try:
-        step(model, "plain", fullgraph=True, backend=backend)
-    except Exception:
-        return True
-    return False
-
-
-def rows(path: Path) -> dict[str, list[str]]:
-    """Read the rows of the document, by model."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: rest for name, *rest in cells if name in MODELS and len(rest) == 2 + len(WAYS)}
+def rows(text: str, cells: int) -> dict[str, list[str]]:
+    """Read the rows of a table, by model, which have so many cells after its name."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {name: rest for name, *rest in lines if name in MODELS and len(rest) == cells}
 
 
 def document(known: dict[str, list[str]], backend: str) -> str:
@@ -181,18 +155,29 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="those that the document has not")
     parser.add_argument("--backend", default="aot_eager", help="of torch.compile")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="by default hub.md")
+    parser.add_argument("--peer", type=Path, help="the source of Liger-Kernel's repository")
     arguments = parser.parse_args()
     # Everything is on this machine.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
-    known = rows(arguments.document)
+    text = arguments.document.read_text() if arguments.document.exists() else ""
+    first, heading, second = text.partition(peer_layers.HEADING)
+    second = heading + second
+    known = rows(first, 2 + len(WAYS))
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    by_default = [name for name in MODELS if name in causal]
+    if arguments.peer is not None:
+        by_default, known = list(known), rows(second, len(peer_layers.WAYS))
     names = arguments.names or [
-        name for name in MODELS if name in causal and not (arguments.missing and name in known)
+        name for name in by_default if not (arguments.missing and name in known)
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        build.write(Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "liger-kernels"
+        if arguments.peer is None:
+            build.write(folder)
+        else:
+            origin = peer_layers.lay_out(arguments.peer, folder)
         for name in names:
             model = MODELS[name]
             try:
@@ -201,11 +186,17 @@ def main() -> None:
             except Exception as error:
                 print(name, one_line(error), sep=" | ", flush=True)
                 continue
-            known[name] = [
-                cell.replace("|", "/") for cell in trained(model, Path(folder), arguments.backend)
-            ]
+            if arguments.peer is None:
+                cells = trained(model, folder, arguments.backend)
+            else:
+                cells = peer_layers.trained(model, folder)
+            known[name] = [cell.replace("|", "/") for cell in cells]
             print(name, *known[name], sep=" | ", flush=True)
-            arguments.document.write_text(document(known, arguments.backend))
+            if arguments.peer is None:
+                first = document(known, arguments.backend)
+            else:
+                second = peer_layers.section(known, origin)
+            arguments.document.write_text(first + second)
 
 
 if __name__ == "__main__":
