@@ -120,6 +120,13 @@ def test_a_process_ends_with_those_that_it_started(tmp_path: Path) -> None:
 
     assert process("done").outcome() == "done\n"
     assert process().outcome() == {"error": "IndexError: list index out of range"}
+    (tmp_path / "started.py").write_text(
+        "import sys, time\ntime.sleep(5)\nopen(sys.argv[1], 'w').close()\n"
+    )
+    waiting, ended = (process(str(tmp_path / name)) for name in ("waited for", "ended"))
+    ended.end()
+    assert waiting.outcome() == "" and (tmp_path / "waited for").exists()
+    assert not (tmp_path / "ended").exists()
     # A process that it started holds its output open.
     (tmp_path / "started.py").write_text(
         "import subprocess, sys\n"

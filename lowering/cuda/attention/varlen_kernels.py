@@ -315,13 +315,16 @@ def tiles_of(kind: str, x: Tensor, D: int) -> VarlenTiles:
     and 14, with 64 x 32 4.5 and 24; 8 heads of 256 and 4 of keys 3.2 and 17, with 32 x 32 in the
     backward, for which the compiler finds no registers, 150.
     """
-    is_large = shared_memory(x) >= LARGE_SHARED_MEMORY
-    if x.element_size() == 4 and D > 128:
-        return VarlenTiles(*(32, 32) if kind == "forward" and is_large else (16, 16), 4, 1)
-    if x.element_size() == 4 and D > 64:
-        return VarlenTiles(32, 32 if shared_memory(x) >= MEDIUM_SHARED_MEMORY else 16, 4, 1)
+    memory = shared_memory(x)
+    is_large = memory >= LARGE_SHARED_MEMORY
     if x.element_size() == 4:
-        return VarlenTiles(*(64, 64) if is_large else (32, 32), 4, 1)
+        if D <= 64:
+            tile = (64, 64) if is_large else (32, 32)
+        elif D <= 128:
+            tile = (32, 32) if memory >= MEDIUM_SHARED_MEMORY else (32, 16)
+        else:
+            tile = (32, 32) if kind == "forward" and is_large else (16, 16)
+        return VarlenTiles(*tile, 4, 1)
     if D > 128:
         if not is_large:
             return VarlenTiles(64, 32, 8, 2) if kind == "forward" else VarlenTiles(32, 32, 8, 1)

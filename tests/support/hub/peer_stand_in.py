@@ -146,12 +146,7 @@ class LigerSwiGLUMLP(nn.Module):
         return self.down_proj(Silu.apply(self.gate_proj(x)) * self.up_proj(x))
 
 
-class LigerTiledSwiGLUMLP(nn.Module):
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-    can_torch_compile = True
-
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
